@@ -390,9 +390,9 @@ def evaluate(
     whatever else the report should state (model, adapter …); resuming compares it too.
     """
     import torch.distributed as dist
-    from reward import score
     from tqdm import tqdm
 
+    from reward import score
     from rollout import encode_prompts, generate, versions
 
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

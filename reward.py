@@ -12,11 +12,11 @@ Conventions, each a doctest. `same(answer, reference)` stands for `is_correct(an
 
 >>> same = lambda answer, reference: is_correct(answer, reference).equal
 """
+
 from __future__ import annotations
 
 import functools
 import itertools
-import json
 import math
 import re
 import sys
@@ -72,7 +72,9 @@ THINKING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<thinking>
 BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 BARE_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")  # after `\boxed 5`
 BLANK = r"(?:\s|\\[,;:!()\[\]]|\\q?quad\b|[$*]|\\text\s*\{\s*\})*"
-BOX_SEPARATOR = re.compile(rf"{BLANK}(?:[,;]{BLANK})?(?:(?:\\text\s*\{{\s*,?\s*(?:and|or)\s*\}}|\b(?:and|or)\b){BLANK})?")
+BOX_SEPARATOR = re.compile(
+    rf"{BLANK}(?:[,;]{BLANK})?(?:(?:\\text\s*\{{\s*,?\s*(?:and|or)\s*\}}|\b(?:and|or)\b){BLANK})?"
+)
 
 
 def _closing_brace(text: str, start: int) -> int:
@@ -113,7 +115,10 @@ def extract_answer(completion: str) -> str | None:
     (None, '5')
     """
     start = 0
-    for opening, closing in THINKING_MARKS:  # chat templates may open the section in the prompt: the closing mark is enough
+    for (
+        opening,
+        closing,
+    ) in THINKING_MARKS:  # chat templates may open the section in the prompt: the closing mark is enough
         end = completion.rfind(closing)
         if completion.rfind(opening) > end:
             return None
@@ -179,12 +184,44 @@ UNICODE = {
     "∖": r"\setminus ", "∣": "|", "٪": "%", "％": "%",
     **{chr(ord("！") + i): chr(ord("!") + i) for i in range(94) if chr(ord("!") + i) != "%"},  # full-width ASCII
 }  # fmt: skip
-GREEK = (
-    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau upsilon "
-    "phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega ell"
-).split()
-UNICODE |= {c: f"\\{name} " for c, name in zip("αβγδεζηθικλμνξρστυφχψω", "alpha beta gamma delta epsilon zeta eta theta iota "
-            "kappa lambda mu nu xi rho sigma tau upsilon phi chi psi omega".split())}  # fmt: skip
+GREEK = [
+    "alpha",
+    "beta",
+    "gamma",
+    "delta",
+    "epsilon",
+    "varepsilon",
+    "zeta",
+    "eta",
+    "theta",
+    "vartheta",
+    "iota",
+    "kappa",
+    "lambda",
+    "mu",
+    "nu",
+    "xi",
+    "rho",
+    "sigma",
+    "tau",
+    "upsilon",
+    "phi",
+    "varphi",
+    "chi",
+    "psi",
+    "omega",
+    "Gamma",
+    "Delta",
+    "Theta",
+    "Lambda",
+    "Xi",
+    "Sigma",
+    "Phi",
+    "Psi",
+    "Omega",
+    "ell",
+]
+UNICODE |= {c: f"\\{name} " for c, name in zip("αβγδεζηθικλμνξρστυφχψω", ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu", "nu", "xi", "rho", "sigma", "tau", "upsilon", "phi", "chi", "psi", "omega"])}  # fmt: skip
 
 FUNCTIONS = {
     "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "ln", "log", "lg", "exp",
@@ -205,18 +242,166 @@ SPACING = {
     "left", "right", "big", "Big", "bigg", "Bigg", "bigl", "bigr", "Bigl", "Bigr", "displaystyle", "textstyle", "limits",
     "nolimits", "quad", "qquad", "thinspace", "enspace", "mathstrut", "hfill", "middle",
 }  # fmt: skip
-WRAPPERS = {"overline", "vec", "hat", "bar", "angle", "triangle", "measuredangle", "overrightarrow", "widehat", "operatorname"}
+WRAPPERS = {
+    "overline",
+    "vec",
+    "hat",
+    "bar",
+    "angle",
+    "triangle",
+    "measuredangle",
+    "overrightarrow",
+    "widehat",
+    "operatorname",
+}
 TEXT_COMMANDS = r"text|mbox|hbox|textbf|textit|textrm|textsf|texttt|textnormal|mathrm|mathbf|mathit|mathsf|rm|bf|boldsymbol|operatorname|mathcal|emph|bold|pmb"
 UNITS = set(
-    "cm mm km dm ft inch inches foot feet mi mile miles yd yard yards meter meters metre metres centimeter centimeters "
-    "kilometer kilometers kg gram grams mg lb lbs pound pounds oz ounce ounces ton tons liter liters litre litres ml hour "
-    "hours hr hrs minute minutes min mins second seconds sec secs day days week weeks month months year years mph kph "
-    "degree degrees deg radian radians rad percent pct unit units dollar dollars cent cents yuan euro euros rupees yen usd "
-    "square cubic sq people students ways way times time point points apples coins km/h m/s".split()
+    [
+        "cm",
+        "mm",
+        "km",
+        "dm",
+        "ft",
+        "inch",
+        "inches",
+        "foot",
+        "feet",
+        "mi",
+        "mile",
+        "miles",
+        "yd",
+        "yard",
+        "yards",
+        "meter",
+        "meters",
+        "metre",
+        "metres",
+        "centimeter",
+        "centimeters",
+        "kilometer",
+        "kilometers",
+        "kg",
+        "gram",
+        "grams",
+        "mg",
+        "lb",
+        "lbs",
+        "pound",
+        "pounds",
+        "oz",
+        "ounce",
+        "ounces",
+        "ton",
+        "tons",
+        "liter",
+        "liters",
+        "litre",
+        "litres",
+        "ml",
+        "hour",
+        "hours",
+        "hr",
+        "hrs",
+        "minute",
+        "minutes",
+        "min",
+        "mins",
+        "second",
+        "seconds",
+        "sec",
+        "secs",
+        "day",
+        "days",
+        "week",
+        "weeks",
+        "month",
+        "months",
+        "year",
+        "years",
+        "mph",
+        "kph",
+        "degree",
+        "degrees",
+        "deg",
+        "radian",
+        "radians",
+        "rad",
+        "percent",
+        "pct",
+        "unit",
+        "units",
+        "dollar",
+        "dollars",
+        "cent",
+        "cents",
+        "yuan",
+        "euro",
+        "euros",
+        "rupees",
+        "yen",
+        "usd",
+        "square",
+        "cubic",
+        "sq",
+        "people",
+        "students",
+        "ways",
+        "way",
+        "times",
+        "time",
+        "point",
+        "points",
+        "apples",
+        "coins",
+        "km/h",
+        "m/s",
+    ]
 )
-UNIT_NAMES = {"centimeter": "cm", "centimetre": "cm", "meter": "m", "metre": "m", "kilometer": "km", "kilometre": "km", "feet": "foot", "ft": "foot",
-    "inche": "inch", "in": "inch", "hour": "hr", "h": "hr", "minute": "min", "second": "sec", "kilogram": "kg", "gram": "g", "centimeter 2": "cm 2"}
-STOP_WORDS = set("not no or and is are isn't if than when unless but never wrong either neither nor was except either or maybe".split())
+UNIT_NAMES = {
+    "centimeter": "cm",
+    "centimetre": "cm",
+    "meter": "m",
+    "metre": "m",
+    "kilometer": "km",
+    "kilometre": "km",
+    "feet": "foot",
+    "ft": "foot",
+    "inche": "inch",
+    "in": "inch",
+    "hour": "hr",
+    "h": "hr",
+    "minute": "min",
+    "second": "sec",
+    "kilogram": "kg",
+    "gram": "g",
+    "centimeter 2": "cm 2",
+}
+STOP_WORDS = set(
+    [
+        "not",
+        "no",
+        "or",
+        "and",
+        "is",
+        "are",
+        "isn't",
+        "if",
+        "than",
+        "when",
+        "unless",
+        "but",
+        "never",
+        "wrong",
+        "either",
+        "neither",
+        "nor",
+        "was",
+        "except",
+        "either",
+        "or",
+        "maybe",
+    ]
+)
 
 TOKEN = re.compile(
     r"(?P<space>\s+|~|\\[,;:! ])|\\(?:mathbb|Bbb)\s*\{?\s*(?P<numbers>[A-Z])\s*\}?"
@@ -229,7 +414,9 @@ THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3}(?:,\d{3})+)(?![\d,])")
 CONDITION = re.compile(r"(?:for\s+(?:all|any|every|each|some|integers?)|where|in\s+general)\b")
 SEPARATOR = re.compile(r",?\s*(?:and|or)\s*,?")
 INLINE = re.compile(r"[-+]?\s*[\d.,/%()\s]*\d[\d.,/%()\s]*(?:[A-Za-z\s]*)|\(?\s*[A-Za-z]\s*\)?[.:]?|\W*")
-LEAD_IN = re.compile(r"(?:so|thus|hence|therefore)?,?\s*(?:the\s+)?(?:final\s+)?answer\s*(?:is|:|=)\s*:?\s*", re.IGNORECASE)
+LEAD_IN = re.compile(
+    r"(?:so|thus|hence|therefore)?,?\s*(?:the\s+)?(?:final\s+)?answer\s*(?:is|:|=)\s*:?\s*", re.IGNORECASE
+)
 
 
 def clean(text: str) -> str:
@@ -352,7 +539,8 @@ def substitute(node: tuple, old: tuple, new: tuple) -> tuple:
 
 def contains(node: tuple, kinds: set[str]) -> bool:
     return node[:1] != () and (
-        (isinstance(node[0], str) and node[0] in kinds) or any(isinstance(p, tuple) and contains(p, kinds) for p in node)
+        (isinstance(node[0], str) and node[0] in kinds)
+        or any(isinstance(p, tuple) and contains(p, kinds) for p in node)
     )
 
 
@@ -550,11 +738,18 @@ class Parser:
     def starts_factor(self) -> bool:
         kind, value = self.peek()
         if kind == "word":
-            return value not in UNITS and (len(value) <= 3 or is_known(value)) and not (
-                value == "U" and self.peek(1)[1] in ("(", "[", "\\{")
+            return (
+                value not in UNITS
+                and (len(value) <= 3 or is_known(value))
+                and not (value == "U" and self.peek(1)[1] in ("(", "[", "\\{"))
             )
         if kind == "cmd":
-            return is_known(value) or value in GREEK or value in ("begin", "sum", "prod", "frac", "lfloor", "lceil") or value in WRAPPERS
+            return (
+                is_known(value)
+                or value in GREEK
+                or value in ("begin", "sum", "prod", "frac", "lfloor", "lceil")
+                or value in WRAPPERS
+            )
         if value == "|":
             return not self.bars
         return kind == "num" or value in ("(", "[", "{", "\\{")
@@ -600,7 +795,11 @@ class Parser:
             return times(base, ("deg",))
         if self.accept("'"):
             return ("sym", base[1] + "'") if base[0] == "sym" else self.fail()
-        if self.peek()[1] == "{" and self.peek(2)[1] == "}" and self.peek(1)[1] in ("circ", "'", "th", "st", "nd", "rd"):
+        if (
+            self.peek()[1] == "{"
+            and self.peek(2)[1] == "}"
+            and self.peek(1)[1] in ("circ", "'", "th", "st", "nd", "rd")
+        ):
             mark = self.peek(1)[1]
             self.position += 3
             if mark == "'":
@@ -742,7 +941,11 @@ class Parser:
                 return ("fn", name, self.symbol(word[-1]))
         if len(word) > 3:
             raise NotMath
-        return self.symbol(word) if len(word) == 1 else times(*(self.symbol(c) for c in word[:-1]), self.symbol(word[-1], True))
+        return (
+            self.symbol(word)
+            if len(word) == 1
+            else times(*(self.symbol(c) for c in word[:-1]), self.symbol(word[-1], True))
+        )
 
     def symbol(self, name: str, last: bool = True) -> tuple:
         if last and self.peek() == ("op", "_"):
@@ -891,8 +1094,10 @@ class Parser:
 
 
 def is_known(word: str) -> bool:
-    return word in FUNCTIONS or word in ("pi", "infty", "emptyset", "frac", "langle", "sum", "prod", "lfloor", "lceil") or (
-        len(word) > 2 and word in GREEK
+    return (
+        word in FUNCTIONS
+        or word in ("pi", "infty", "emptyset", "frac", "langle", "sum", "prod", "lfloor", "lceil")
+        or (len(word) > 2 and word in GREEK)
     )
 
 
@@ -1024,7 +1229,12 @@ def residue(node: tuple, point: dict[tuple, int]) -> int:
         return product
     if kind == "div":
         return residue(node[1], point) * pow(residue(node[2], point), -1, PRIME) % PRIME  # ValueError where it is zero
-    if kind == "pow" and (exponent := rational(node[2])) is not None and exponent.denominator == 1 and abs(exponent) < 10**6:
+    if (
+        kind == "pow"
+        and (exponent := rational(node[2])) is not None
+        and exponent.denominator == 1
+        and abs(exponent) < 10**6
+    ):
         return pow(residue(node[1], point), int(exponent), PRIME)
     raise NotMath
 
@@ -1234,7 +1444,9 @@ def proved(a: tuple, b: tuple) -> bool:
 def same_residues(a: tuple, b: tuple, names: set[tuple]) -> bool:
     """Schwartz-Zippel: two rational functions of degree d agree at a random residue by chance with probability d / 2^127."""
     for trial in range(5):
-        point = {name: pow(3 + 2 * trial, 10**9 + 7 * k * k + 13 * k, PRIME) for k, name in enumerate(sorted(names, key=str))}
+        point = {
+            name: pow(3 + 2 * trial, 10**9 + 7 * k * k + 13 * k, PRIME) for k, name in enumerate(sorted(names, key=str))
+        }
         try:
             return residue(a, point) == residue(b, point)
         except ValueError:  # a denominator vanished
@@ -1445,7 +1657,11 @@ def same(a: tuple, b: tuple) -> bool:
         return a[2] == b[2] and same(a[1], b[1])
     a, b = (n[1] if n[0] == "unit" else n for n in (a, b))
     kinds = {a[0], b[0]}
-    if kinds & {"interval", "union", "minus", "where", "reals"} or (is_inequality(a) or is_inequality(b)) or "in" in statement_operators(a, b):
+    if (
+        kinds & {"interval", "union", "minus", "where", "reals"}
+        or (is_inequality(a) or is_inequality(b))
+        or "in" in statement_operators(a, b)
+    ):
         return same_sets(a, b)
     if "rel" in kinds:
         return same_statements(a, b)
@@ -1465,7 +1681,9 @@ def statement_operators(*nodes: tuple) -> set[str]:
 
 def is_inequality(node: tuple) -> bool:
     if node[0] == "or":
-        return all(is_inequality(n) or n[0] in SETS or (n[0] == "rel" and n[1] == ("=",)) for n in node[1:]) and any(map(is_inequality, node[1:]))
+        return all(is_inequality(n) or n[0] in SETS or (n[0] == "rel" and n[1] == ("=",)) for n in node[1:]) and any(
+            map(is_inequality, node[1:])
+        )
     return node[0] == "rel" and bool(set(node[1]) & {"<", ">", "<=", ">=", "!="})
 
 
@@ -1682,7 +1900,9 @@ def solve(operators: tuple[str, ...], sides: tuple[tuple, ...]) -> tuple[tuple |
         return first[0], [(low[0], low[1], high[2], high[3])]
     left, right = sides
     unknowns = symbols(left) ^ symbols(right) if "inf" not in (left[0], right[0]) else symbols(left) | symbols(right)
-    unknown = next((s for s in sides if s[0] == "sym" and s in unknowns), None) or (unknowns.pop() if len(unknowns) == 1 else None)
+    unknown = next((s for s in sides if s[0] == "sym" and s in unknowns), None) or (
+        unknowns.pop() if len(unknowns) == 1 else None
+    )
     if unknown is None:
         return None
     operator = operators[0]
@@ -1782,7 +2002,16 @@ def is_correct(answer: str | None, reference: str) -> Verdict:
         return Verdict(False, "too large", answer)
     except OutOfTime:
         return Verdict(False, "timeout", answer)
-    except (NotMath, Undefined, ZeroDivisionError, ValueError, ArithmeticError, TypeError, AttributeError, NotImplementedError):
+    except (
+        NotMath,
+        Undefined,
+        ZeroDivisionError,
+        ValueError,
+        ArithmeticError,
+        TypeError,
+        AttributeError,
+        NotImplementedError,
+    ):
         return Verdict(False, "not proven", answer)
     if equal:
         return Verdict(True, "equal", answer)
@@ -1796,7 +2025,12 @@ def compare(answer: str, reference: str) -> bool:
     if "".join(answer.split()) == "".join(reference.split()):
         return True
     words = plain_text(answer), plain_text(reference)
-    if words[0].isalpha() and words[1].isalpha() and min(map(len, words)) > 1 and "\\" not in clean(answer) + clean(reference):
+    if (
+        words[0].isalpha()
+        and words[1].isalpha()
+        and min(map(len, words)) > 1
+        and "\\" not in clean(answer) + clean(reference)
+    ):
         return words[0] == words[1]  # two words are words, not products of letters: "no" is not "on"
     times_ = [clean(t) for t in (answer, reference)]
     if all(CLOCK.fullmatch(t) for t in times_):
