@@ -15,6 +15,7 @@ Conventions, each a doctest. `same(answer, reference)` stands for `is_correct(an
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import json
 import math
@@ -1005,28 +1006,132 @@ def rational_function(name: str, values: list[Fraction]) -> Fraction | None:
     return None
 
 
-PRIME = 2**127 - 1
+# Identities are proved modulo a prime. P = 2 D Q + 1 and Q are primes, 23 generates the non-zero residues mod P; so there is a
+# W of order 2 D, which plays e^(iπ/D), and an H of order Q, whose exponents are residues mod Q, where every fraction exists.
+D = 720_720
+Q = 2**100 + 525
+P = 2 * D * Q + 1
+W, H = pow(23, Q, P), pow(23, 2 * D, P)
+I = {P: pow(W, D // 2, P), Q: pow(2, (Q - 1) // 4, Q)}  # a square root of -1
 
 
-def residue(node: tuple, point: dict[tuple, int]) -> int:
-    """The value modulo PRIME of a rational function with rational coefficients. Raises NotMath for anything else."""
+def draw(modulus: int, *key) -> int:
+    """A residue that looks random and is the same for the same key: the value of a symbol or of an unknown function."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=24).digest(), "big") % modulus
+
+
+def residue(node: tuple, trial: int, modulus: int = P) -> int:
+    """The value of a node modulo a prime at point number `trial`.
+
+    Sums, products, quotients, powers, exp and trigonometry keep their laws; every other function is an unknown of its
+    argument's residue. So two nodes that agree are equal for all values (Schwartz-Zippel: but for a chance of 2^-100 or so),
+    and two that differ are different if they are made of +, -, *, / and integer powers only.
+    """
     kind = node[0]
     if kind == "num":
-        return node[1].numerator * pow(node[1].denominator, -1, PRIME) % PRIME
-    if kind == "sym":
-        return point[node]
+        return node[1].numerator * pow(node[1].denominator, -1, modulus) % modulus
+    if kind == "i":
+        return I[modulus]
+    if kind == "e" and modulus == P:
+        return H
+    if kind in ("sym", "pi", "e"):
+        return draw(modulus, trial, node)
     if kind == "add":
-        return sum(residue(part, point) for part in node[1:]) % PRIME
+        return sum(residue(part, trial, modulus) for part in node[1:]) % modulus
     if kind == "mul":
         product = 1
         for part in node[1:]:
-            product = product * residue(part, point) % PRIME
+            product = product * residue(part, trial, modulus) % modulus
         return product
     if kind == "div":
-        return residue(node[1], point) * pow(residue(node[2], point), -1, PRIME) % PRIME  # ValueError where it is zero
-    if kind == "pow" and (exponent := rational(node[2])) is not None and exponent.denominator == 1 and abs(exponent) < 10**6:
-        return pow(residue(node[1], point), int(exponent), PRIME)
+        return residue(node[1], trial, modulus) * pow(residue(node[2], trial, modulus), -1, modulus) % modulus
+    if kind == "pow":
+        return residue_power(node[1], node[2], trial, modulus)
+    if kind == "fn" and node[1] in TRIG | {"sinh", "cosh", "tanh"} and modulus == P:
+        return residue_trig(node[1], node[2], trial)
+    if kind == "fn" and node[1] == "ln" and (value := rational(node[2])) is not None and value > 0:
+        return residue_log(value, modulus)
+    if kind == "fn":
+        values = [residue(part, trial, modulus) for part in node[2:]]
+        if node[1] == "abs":
+            values = [min(values[0], modulus - values[0])]  # |-x| = |x|
+        return draw(modulus, node[1], *(sorted(values) if node[1] in ("min", "max", "gcd", "lcm") else values))
+    if kind == "app":
+        return draw(modulus, node[0], node[1], *(residue(part, trial, modulus) for part in node[2:]))
+    if kind in ("sum", "prod"):
+        bound = ("sym", f"bound at height {repr(node[4]).count('bound')}")  # the names of bound variables do not matter
+        parts = (node[2], node[3], substitute(node[4], node[1], bound))
+        return draw(modulus, kind, *(residue(part, trial, modulus) for part in parts))
     raise NotMath
+
+
+def residue_power(base: tuple, exponent: tuple, trial: int, modulus: int) -> int:
+    power = rational(exponent)
+    if power is None and base == ("e",) and modulus == P:
+        if contains(exponent, {"pi"}) and contains(exponent, {"i"}):
+            raise NotMath
+        return pow(H, residue(exponent, trial, Q), P)
+    value = residue(base, trial, modulus)
+    if power is not None:  # x^(7/3) = x^2 times the cube root of x
+        whole, rest = divmod(power.numerator, power.denominator)
+        root = draw(modulus, "root", power.denominator, value) if rest else 1
+        return pow(value, whole, modulus) * pow(root, rest, modulus) % modulus
+    if modulus != P:
+        return draw(modulus, "power", value, residue(exponent, trial, modulus))
+    at_zero = exponent  # 2^(k+3) = 2^3 times an unknown to the power k
+    for name in symbols(exponent):
+        at_zero = substitute(at_zero, name, ("num", Fraction(0)))
+    try:
+        whole = rational(at_zero)
+    except Undefined:
+        whole = None
+    whole = int(whole) if whole is not None and whole.denominator == 1 else 0
+    rest = (residue(exponent, trial, Q) - whole) % Q
+    return pow(value, whole, P) * pow(H, draw(Q, "base", value) * rest, P) % P
+
+
+def residue_trig(name: str, angle: tuple, trial: int) -> int:
+    """Through exponentials: with t = e^(ix), cos x = (t + 1/t) / 2. The multiple of π in x becomes a root of unity."""
+    rotation = 1
+    if name in TRIG and contains(angle, {"pi"}):
+        without = substitute(angle, ("pi",), ("num", Fraction(0)))
+        slope = ("add", substitute(angle, ("pi",), ONE), negative(without))
+        for symbol in symbols(slope):
+            slope = substitute(slope, symbol, ("num", Fraction(0)))
+        turns = rational(slope)
+        if turns is None or (turns * D).denominator != 1:
+            raise NotMath
+        rest = (residue(angle, trial, Q) - residue(times(("num", turns), ("pi",)), trial, Q)) % Q
+        if rest != residue(without, trial, Q):
+            raise NotMath
+        rotation, angle = pow(W, int(turns * D), P), without
+    unit = I[P] if name in TRIG else 1
+    t = rotation * pow(H, (I[Q] if name in TRIG else 1) * residue(angle, trial, Q), P) % P
+    inverse = pow(t, -1, P)
+    sine, cosine = (t - inverse) * pow(2 * unit, -1, P) % P, (t + inverse) * pow(2, -1, P) % P
+    top, bottom = {"sin": (sine, 1), "cos": (cosine, 1), "tan": (sine, cosine), "cot": (cosine, sine), "sec": (1, cosine),
+                   "csc": (1, sine)}[name.removesuffix("h")]  # fmt: skip
+    return top * pow(bottom, -1, P) % P
+
+
+def residue_log(value: Fraction, modulus: int) -> int:
+    """log 12 = 2 log 2 + log 3, with an unknown for the logarithm of each prime."""
+    total = 0
+    for n, sign in ((value.numerator, 1), (value.denominator, -1)):
+        for factor in itertools.chain((2,), range(3, 1_000, 2)):
+            while n % factor == 0:
+                total, n = total + sign * draw(modulus, "log", factor), n // factor
+            if factor * factor > n:
+                break
+        total += sign * draw(modulus, "log", n) if n > 1 else 0
+    return total % modulus
+
+
+def is_rational_function(node: tuple) -> bool:
+    if node[0] == "pow":
+        exponent = rational(node[2])
+        return exponent is not None and exponent.denominator == 1 and is_rational_function(node[1])
+    return node[0] in ("num", "sym") or (node[0] in ("add", "mul", "div") and all(map(is_rational_function, node[1:])))
 
 
 def symbols(node: tuple) -> set[tuple]:
@@ -1216,30 +1321,24 @@ def disproved(a: tuple, b: tuple) -> bool:
 
 def proved(a: tuple, b: tuple) -> bool:
     """Is a = b certain? Only asked once no point has told them apart."""
-    names = symbols(a) | symbols(b)
-    if names:
+    for trial in range(3):
         try:
-            return same_residues(a, b, names)
+            if residue(a, trial) == residue(b, trial):
+                return True
+            if is_rational_function(a) and is_rational_function(b):
+                return False
+            break
+        except ValueError:  # a denominator is zero at this point
+            continue
         except NotMath:
-            pass
-    elif (bound := separation(("add", a, negative(b)))) is not None:
+            break
+    if not symbols(a) | symbols(b) and (bound := separation(("add", a, negative(b)))) is not None:
         if bound > 30_000:
             return False
         digits = int(bound * 0.302) + 40
         x, y = value_at(a, {}, digits), value_at(b, {}, digits)
         return x is not None and y is not None and abs(x - y) < _local.mp.mpf(2) ** -int(bound)
     return proved_by_sympy(a, b)
-
-
-def same_residues(a: tuple, b: tuple, names: set[tuple]) -> bool:
-    """Schwartz-Zippel: two rational functions of degree d agree at a random residue by chance with probability d / 2^127."""
-    for trial in range(5):
-        point = {name: pow(3 + 2 * trial, 10**9 + 7 * k * k + 13 * k, PRIME) for k, name in enumerate(sorted(names, key=str))}
-        try:
-            return residue(a, point) == residue(b, point)
-        except ValueError:  # a denominator vanished
-            continue
-    return False
 
 
 def separation(node: tuple) -> float | None:
