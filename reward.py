@@ -215,9 +215,23 @@ UNITS = set(
     "degree degrees deg radian radians rad percent pct unit units dollar dollars cent cents yuan euro euros rupees yen usd "
     "square cubic sq people students ways way times time point points apples coins km/h m/s".split()
 )
-UNIT_NAMES = {"centimeter": "cm", "centimetre": "cm", "meter": "m", "metre": "m", "kilometer": "km", "kilometre": "km", "feet": "foot", "ft": "foot",
-    "inche": "inch", "in": "inch", "hour": "hr", "h": "hr", "minute": "min", "second": "sec", "kilogram": "kg", "gram": "g", "centimeter 2": "cm 2"}
-STOP_WORDS = set("not no or and is are isn't if than when unless but never wrong either neither nor was except either or maybe".split())
+UNIT_NAMES = {
+    "centimeter": "cm", "centimetre": "cm", "meter": "m", "metre": "m", "kilometer": "km", "kilometre": "km", "feet": "foot",
+    "ft": "foot", "inches": "inch", "inche": "inch", "in": "inch", "hour": "hr", "hrs": "hr", "h": "hr", "minute": "min",
+    "mins": "min", "second": "s", "sec": "s", "secs": "s", "kilogram": "kg", "gram": "g", "degrees": "degree",
+    "squared": "2", "cubed": "3",
+}  # fmt: skip
+MULTIPLIERS = {"dozen": 12, "hundred": 100, "thousand": 1_000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+STOP_WORDS = set(  # words that change the value, or take it back: no unit
+    "not no or and is are isn't if than when unless but never wrong incorrect false either neither nor was except maybe minus plus "
+    "times divided over under of out to by mod modulo base remainder more less fewer greater least most half halves third "
+    "thirds quarter quarters fourth fourths fifth fifths sixth sixths eighth eighths tenth tenths hundredth hundredths pi root "
+    "factorial choose negative about between through only instead approximately".split()
+)
+MEANINGS = {  # whole answers in words that are mathematics
+    "allrealnumbers": ("reals",), "allreals": ("reals",), "nosolution": ("set",), "nosolutions": ("set",),
+    "emptyset": ("set",), "theemptyset": ("set",), "infinity": ("inf", 1),
+}  # fmt: skip
 
 TOKEN = re.compile(
     r"(?P<space>\s+|~|\\[,;:! ])|\\(?:mathbb|Bbb)\s*\{?\s*(?P<numbers>[A-Z])\s*\}?"
@@ -313,13 +327,13 @@ def tokenize(text: str, thousands: bool) -> list[tuple[str, str]]:
 #               ("fn", name, …) ("app", name, …): an unknown function ("sum"|"prod", variable, low, high, body)
 #   factors     ("pm", ±1): plus-minus  ("deg",): the degree sign  ("pct",): the percent sign
 #   statements  ("rel", operators, sides) with operators from = != < <= > >= approx in; ("where", element, condition)
-#   containers  ("list", …) ("or", …) ("tuple", …) ("bracket", …) ("set", …) ("ratio", …) ("matrix", row tuples …)
+#   containers  ("list", …) ("or", …) ("and", …) ("tuple", …) ("bracket", …) ("set", …) ("ratio", …) ("matrix", row tuples …)
 #               ("interval", low, low is in, high, high is in) ("union", …) ("minus", a, b)
 #   others      ("unit", value, name) ("base", digits, base) ("reals",)
 
 ONE, MINUS_ONE = ("num", Fraction(1)), ("num", Fraction(-1))
 RELATIONS = {"=", "!=", "<", "<=", ">", ">=", "approx", "in"}
-SETS = {"interval", "union", "minus", "where", "reals", "set"}
+SETS = {"interval", "union", "minus", "where", "reals", "set", "and"}
 COLLECTIONS = {"list", "or", "tuple", "bracket", "set", "ratio", "matrix"}
 NOT_SCALAR = SETS | COLLECTIONS | {"rel", "unit", "base"}
 TRIG = {"sin", "cos", "tan", "cot", "sec", "csc"}
@@ -417,6 +431,8 @@ class Parser:
             items = [g[0] if len(g) == 1 else ("list", *g) for g in groups]
         if len(items) == 1:
             return items[0]
+        if "or" not in separators and all(map(is_inequality, items)):
+            return ("and", *items)
         return ("or" if set(separators) == {"or"} else "list", *items)
 
     def statement(self) -> tuple:
@@ -451,38 +467,45 @@ class Parser:
             right = self.sum()
             node = ("union", node, right) if operator != "setminus" else ("minus", node, right)
         kind, value = self.peek()
-        if kind == "text" or (kind == "word" and value in UNITS) or (kind == "word" and self.plain_words()):
+        if kind == "text" or (kind == "word" and value.lower() in UNITS) or (kind == "word" and self.plain_words()):
             node = self.units(node)
         return node
 
     def plain_words(self) -> bool:
         """Do only words follow, as in `7 apples`?"""
         rest = self.tokens[self.position :]
-        return 0 < len(rest) <= 3 and all(k == "word" and len(v) > 3 for k, v in rest)
+        return 0 < len(rest) <= 3 and all(k == "word" and len(v) > 2 and not is_known(v) for k, v in rest) and len(rest[0][1]) > 3
 
     def units(self, value: tuple) -> tuple:
-        words = []
+        """The words after a value: a unit, which is not compared with a bare number, or a factor (`5 million`)."""
+        words: list[str] = []
         while True:
             kind, token = self.peek()
             if kind in ("text", "word"):
-                words += re.findall(r"[A-Za-z%]+|\S", token)
-            elif token == "^" and self.peek(1)[1] in ("2", "3"):
-                words.append(self.peek(1)[1])
+                words += token.lower().replace(".", " ").replace("/", " / ").split()
+            elif token == "^" and words and (power := self.peek(1)[1] if self.peek(1)[0] == "num" else None):
+                words.append(power)
                 self.position += 1
-            elif token == "^" and self.peek(1)[1] == "{" and self.peek(2)[1] in ("2", "3") and self.peek(3)[1] == "}":
+            elif token == "^" and words and self.peek(1)[1] == "{" and self.peek(2)[0] == "num" and self.peek(3)[1] == "}":
                 words.append(self.peek(2)[1])
                 self.position += 3
-            elif token != "/":
+            elif token in ("*", "/") and words and self.peek(1)[0] in ("text", "word"):
+                words.append(token)
+            else:
                 break
             self.position += 1
-        if value[0] in NOT_SCALAR - {"list"} or len(words) > 8 or STOP_WORDS & {w.lower() for w in words}:
+        while words and words[0] in MULTIPLIERS:
+            value = times(value, ("num", Fraction(MULTIPLIERS[words.pop(0)])))
+        if value[0] in NOT_SCALAR - {"list"} or len(words) > 6 or STOP_WORDS & set(words):
             raise NotMath
-        name = " ".join(w.lower().removesuffix("s") for w in words)
+        if not all(w.isalpha() or w in ("2", "3", "/", "*", "%") for w in words):
+            raise NotMath
+        name = " ".join(UNIT_NAMES.get(w, w) for w in (w if len(w) < 4 else w.removesuffix("s") for w in words))
         if name in ("degree", "deg"):
             return times(value, ("deg",))
         if name in ("percent", "pct", "%"):
             return times(value, ("pct",))
-        return ("unit", value, UNIT_NAMES.get(name, name))
+        return ("unit", value, name) if name else value
 
     # -- arithmetic
 
@@ -575,6 +598,8 @@ class Parser:
                 node = times(node, ("deg",))
             elif self.accept("^"):
                 node = self.exponent(node)
+            elif node[0] == "num" and node[1].denominator == 1 and self.accept("_"):
+                node = ("base", str(node[1]), self.group_or_atom())
             else:
                 break
         if node[0] == "sym" and self.peek()[1] == "(" and self.is_application(node[1]):
@@ -608,7 +633,7 @@ class Parser:
                 return ("sym", base[1] + "'") if base[0] == "sym" else self.fail()
             return times(base, ("deg",)) if mark == "circ" else base  # an ordinal: 12^{th} is 12
         sign = self.accept("+", "-")
-        exponent = self.atom()
+        exponent = self.group_or_atom() if self.peek()[1] != "(" else self.brackets(self.next()[1])
         if self.accept("^"):
             exponent = self.exponent(exponent)
         if base[0] in NOT_SCALAR or exponent[0] in NOT_SCALAR:
@@ -658,12 +683,6 @@ class Parser:
             if top[0] == bottom[0] == "num" and digits.isdigit():
                 return mixed_number(node, top[1], bottom[1])
             return times(node, ("div", top, bottom))
-        if self.peek() == ("op", "_"):
-            self.position += 1
-            base = self.group_or_atom()
-            if base[0] != "num" or not digits.isdigit():
-                raise NotMath
-            return ("base", digits.lstrip("0"), base[1])
         if self.peek()[0] == "word" and self.peek()[1] in ("th", "st", "nd", "rd") and digits.isdigit():
             self.position += 1  # an ordinal: 15th is 15
         if digits.endswith(".") and self.peek() in (("cmd", "overline"), ("cmd", "dot"), ("cmd", "bar")):
@@ -693,15 +712,20 @@ class Parser:
             kind, value = self.peek()
         if value == "{":
             return self.group_or_atom()
-        if kind in ("num", "word") and len(value) > 1 and not is_known(value):
+        if kind in ("num", "word") and len(value) > 1 and value[0].isalnum() and not is_known(value):
             self.tokens[self.position] = (kind, value[1:])
-            return ("num", Fraction(int(value[0]))) if kind == "num" and value[0].isdigit() else self.symbol(value[0])
-        return self.atom()
+            return ("num", Fraction(int(value[0]))) if kind == "num" else self.symbol(value[0])
+        return self.group_or_atom()
 
     def group_or_atom(self) -> tuple:
+        r"""The argument of `^`, `_`, \sqrt: a group or one token; `\log_2 8` has no mixed number in it."""
         if self.accept("{"):
             node = self.sum()
             self.expect("}")
+            return node
+        if self.peek()[0] == "num":
+            node = ("num", read_number(self.next()[1]))
+            self.position += self.peek()[0] == "space"
             return node
         return self.atom()
 
@@ -737,16 +761,19 @@ class Parser:
         return ("div", top, bottom)
 
     def letters(self, word: str) -> tuple:
-        """A word is a function without its space (`sinx`), or a product of letters (`xy`)."""
+        """A word is a function without its space (`sinx`), or a product of letters (`xy`), of which this reads one."""
         for name in ("sin", "cos", "tan", "ln", "log"):
             if word.startswith(name) and len(word) == len(name) + 1:
                 return ("fn", name, self.symbol(word[-1]))
         if len(word) > 3:
             raise NotMath
-        return self.symbol(word) if len(word) == 1 else times(*(self.symbol(c) for c in word[:-1]), self.symbol(word[-1], True))
+        if len(word) > 1:
+            self.position -= 1
+            self.tokens[self.position] = ("word", word[1:])
+        return self.symbol(word[0])
 
-    def symbol(self, name: str, last: bool = True) -> tuple:
-        if last and self.peek() == ("op", "_"):
+    def symbol(self, name: str) -> tuple:
+        if self.peek() == ("op", "_"):
             self.position += 1
             return self.subscript(name)
         return {"e": ("e",), "i": ("i",)}.get(name, ("sym", name))
@@ -969,7 +996,24 @@ def rational(node: tuple) -> Fraction | None:
         if result is not None and bits(result) > MAX_BITS:
             raise TooLarge
         return result
+    if kind in ("sum", "prod") and (low := rational(node[2])) is not None and (high := rational(node[3])) is not None:
+        return rational_sum(kind, node[1], low, high, node[4])
     return None
+
+
+def rational_sum(kind: str, bound: tuple, low: Fraction, high: Fraction, body: tuple) -> Fraction | None:
+    if low.denominator != 1 or high.denominator != 1 or high - low > 2_000:
+        return None
+    result = Fraction(0 if kind == "sum" else 1)
+    for k in range(int(low), int(high) + 1):
+        check_time()
+        term = rational(substitute(body, bound, ("num", Fraction(k))))
+        if term is None:
+            return None
+        result = result + term if kind == "sum" else result * term
+        if bits(result) > MAX_BITS:
+            raise TooLarge
+    return result
 
 
 def rational_power(base: Fraction, exponent: Fraction) -> Fraction | None:
@@ -1544,7 +1588,7 @@ def same(a: tuple, b: tuple) -> bool:
         return a[2] == b[2] and same(a[1], b[1])
     a, b = (n[1] if n[0] == "unit" else n for n in (a, b))
     kinds = {a[0], b[0]}
-    if kinds & {"interval", "union", "minus", "where", "reals"} or (is_inequality(a) or is_inequality(b)) or "in" in statement_operators(a, b):
+    if kinds & {"interval", "union", "minus", "where", "reals", "and"} or (is_inequality(a) or is_inequality(b)) or "in" in statement_operators(a, b):
         return same_sets(a, b)
     if "rel" in kinds:
         return same_statements(a, b)
@@ -1643,6 +1687,8 @@ def read_statement(node: tuple) -> tuple[tuple | None, tuple | None]:
     while len(sides) > 1 and is_label(sides[0]):
         label = label or sides[0]
         sides.pop(0)
+    if len(sides) == 2 and label is None and is_label(sides[1]):
+        return sides[1], sides[0]  # 5 = x
     if not all(same(sides[0], side) for side in sides[1:]):
         return None, None
     return label, sides[-1]
@@ -1736,8 +1782,13 @@ def real_set(node: tuple) -> tuple[tuple | None, list[tuple]] | None:
         return None, [(node[1], node[2], node[3], node[4])]
     if kind in ("tuple", "bracket") and len(node) == 3:
         return None, [(node[1], kind == "bracket", node[2], kind == "bracket")]
-    if kind == "set":
+    if kind in ("set", "list"):
         return None, [(item, True, item, True) for item in node[1:]]
+    if kind == "and":
+        parts = [real_set(part) for part in node[1:]]
+        if None in parts or len({variable for variable, _ in parts}) > 1:
+            return None
+        return parts[0][0], functools.reduce(intersection, (merge(pieces) for _, pieces in parts))
     if kind in ("union", "or"):
         parts = [real_set(part) for part in node[1:]]
         if None in parts or len({variable for variable, _ in parts if variable}) > 1:
@@ -1807,6 +1858,20 @@ def solve(operators: tuple[str, ...], sides: tuple[tuple, ...]) -> tuple[tuple |
     return unknown, [(bound, closed, ("inf", 1), False)]
 
 
+def intersection(xs: list[tuple], ys: list[tuple]) -> list[tuple]:
+    pieces = []
+    for x, y in itertools.product(xs, ys):
+        ends = [place(x[0]), place(y[0]), place(x[2]), place(y[2])]
+        if None in ends:
+            raise NotMath
+        low, high = (x if ends[0] > ends[1] else y), (x if ends[2] < ends[3] else y)
+        low_in = x[1] and y[1] if same(x[0], y[0]) else low[1]
+        high_in = x[3] and y[3] if same(x[2], y[2]) else high[3]
+        if place(low[0]) < place(high[2]) and not same(low[0], high[2]) or (low_in and high_in and same(low[0], high[2])):
+            pieces.append((low[0], low_in, high[2], high_in))
+    return pieces
+
+
 def place(node: tuple) -> float | None:
     """Where an endpoint lies on the real line, for sorting only."""
     if node[0] == "inf":
@@ -1853,10 +1918,28 @@ def merge(pieces: list[tuple]) -> list[tuple]:
 
 
 def plain_text(text: str) -> str:
-    """Text answers are compared without wrappers, case, spaces, quotes and the final full stop."""
-    text = re.sub(r"\\(?:left|right|quad|qquad)\b|\\[,;:! ]", " ", text)
-    text = re.sub(rf"\\(?:{TEXT_COMMANDS})\b|[{{}}$\"'*_]|\\", " ", text)
-    return re.sub(r"\s+", "", text).casefold().strip(".")
+    """Text answers are compared without wrappers, spaces, quotes and the final full stop; words also without case."""
+    text = re.sub(r"\\(?:left|right|quad|qquad)(?![A-Za-z])|\\[,;:! ]|[$\"“”~]", " ", text)
+    for _ in range(3):
+        text = re.sub(rf"\\(?:{TEXT_COMMANDS})\s*\{{([^{{}}]*)\}}", r"\1", text)
+    text = re.sub(r"\s+", "", text).strip(".")
+    return text if re.search(r"[\\^_{}\d]", text) else text.casefold()
+
+
+def read(text: str) -> tuple | None:
+    """The node of an answer, or None for one that can only be compared as text."""
+    try:
+        return MEANINGS.get(plain_text(text)) or parse(text)
+    except NotMath:
+        return None
+
+
+def is_readable(reference: str) -> bool:
+    if len(reference) > MAX_ANSWER_CHARS:
+        return False
+    if any(map(str.isalnum, plain_text(reference))):
+        return True
+    return read(reference) is not None
 
 
 def is_correct(answer: str | None, reference: str) -> Verdict:
@@ -1870,7 +1953,7 @@ def is_correct(answer: str | None, reference: str) -> Verdict:
     a, b = exact_number(answer), exact_number(reference)
     if a is not None and b is not None:
         return Verdict(a == b, "equal" if a == b else "different", answer)
-    if len(reference) > MAX_ANSWER_CHARS or not any(map(str.isalnum, plain_text(reference))):
+    if not is_readable(reference):
         return Verdict(False, "unreadable reference", answer)
     if len(answer) > MAX_ANSWER_CHARS:
         return Verdict(False, "too large", answer)
@@ -1900,12 +1983,7 @@ def compare(answer: str, reference: str) -> bool:
     times_ = [clean(t) for t in (answer, reference)]
     if all(CLOCK.fullmatch(t) for t in times_):
         return times_[0].lstrip("0") == times_[1].lstrip("0")
-    nodes = []
-    for text in (answer, reference):
-        try:
-            nodes.append(parse(text))
-        except NotMath:
-            nodes.append(None)
+    nodes = [read(answer), read(reference)]
     if None in nodes:
         return words[0] == words[1] != ""
     if same(*nodes):
