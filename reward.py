@@ -14,12 +14,22 @@ Conventions, each a doctest. `same(answer, reference)` stands for `is_correct(an
 """
 from __future__ import annotations
 
+import argparse
+import atexit
+import collections
+import contextlib
 import functools
 import hashlib
+import importlib.util
 import itertools
 import json
 import math
+import os
 import re
+import resource
+import select
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -243,7 +253,7 @@ TOKEN = re.compile(
 THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3}(?:,\d{3})+)(?![\d,])")
 CONDITION = re.compile(r"(?:for\s+(?:all|any|every|each|some|integers?)|where|in\s+general)\b")
 SEPARATOR = re.compile(r",?\s*(?:and|or)\s*,?")
-INLINE = re.compile(r"[-+]?\s*[\d.,/%()\s]*\d[\d.,/%()\s]*(?:[A-Za-z\s]*)|\(?\s*[A-Za-z]\s*\)?[.:]?|\W*")
+INLINE = re.compile(r"[-+]?\s*[\d.,/%()\s]*\d[\d.,/%()\s]*(?:[A-Za-z\s]*)|\(?\s*[A-Za-z]\s*\)?(?:\s*,\s*[A-Za-z])*[.:]?|\W*")
 LEAD_IN = re.compile(r"(?:so|thus|hence|therefore)?,?\s*(?:the\s+)?(?:final\s+)?answer\s*(?:is|:|=)\s*:?\s*", re.IGNORECASE)
 
 
@@ -291,7 +301,7 @@ def tokenize(text: str, thousands: bool) -> list[tuple[str, str]]:
                 break
             elif len(inner) < 100 and INLINE.fullmatch(inner):
                 tokens += tokenize(inner, thousands and depth == 0)
-            elif ALIASES.get(inner, inner) in FUNCTIONS:
+            elif ALIASES.get(inner, inner) in FUNCTIONS and not (inner == "min" and tokens and tokens[-1][0] == "num"):
                 tokens.append(("cmd", ALIASES.get(inner, inner)))
             else:
                 tokens.append(("text", inner))
@@ -346,6 +356,8 @@ def negative(node: tuple) -> tuple:
         return ("inf", -node[1])
     if node[0] == "unit":
         return ("unit", negative(node[1]), node[2])
+    if node[0] == "base":
+        return ("base", "-" + node[1], node[2])
     return times(MINUS_ONE, node)
 
 
@@ -1937,9 +1949,10 @@ def read(text: str) -> tuple | None:
 def is_readable(reference: str) -> bool:
     if len(reference) > MAX_ANSWER_CHARS:
         return False
-    if any(map(str.isalnum, plain_text(reference))):
-        return True
-    return read(reference) is not None
+    try:
+        return any(map(str.isalnum, plain_text(reference))) or read(reference) is not None
+    except TooLarge:
+        return False
 
 
 def is_correct(answer: str | None, reference: str) -> Verdict:
@@ -1948,17 +1961,13 @@ def is_correct(answer: str | None, reference: str) -> Verdict:
     >>> is_correct(r"\frac{2}{4}", "0.5")
     Verdict(equal=True, reason='equal', answer='\\frac{2}{4}')
     """
-    if answer is None:
-        return Verdict(False, "no answer")
-    a, b = exact_number(answer), exact_number(reference)
-    if a is not None and b is not None:
-        return Verdict(a == b, "equal" if a == b else "different", answer)
-    if not is_readable(reference):
-        return Verdict(False, "unreadable reference", answer)
-    if len(answer) > MAX_ANSWER_CHARS:
-        return Verdict(False, "too large", answer)
+    verdict = verdict_without_parsing(answer, reference)
+    if verdict is not None:
+        return verdict
     _local.deadline, _local.doubt = time.monotonic() + BUDGET_SECONDS, False
     try:
+        if not is_readable(reference):
+            return Verdict(False, "unreadable reference", answer)
         equal = compare(answer, reference)
     except (TooLarge, RecursionError, MemoryError, OverflowError):
         return Verdict(False, "too large", answer)
@@ -1971,6 +1980,17 @@ def is_correct(answer: str | None, reference: str) -> Verdict:
     if not any(map(str.isalnum, answer)):
         return Verdict(False, "unreadable answer", answer)
     return Verdict(False, "not proven" if _local.doubt else "different", answer)
+
+
+def verdict_without_parsing(answer: str | None, reference: str) -> Verdict | None:
+    if answer is None:
+        return Verdict(False, "no answer")
+    a, b = exact_number(answer), exact_number(reference)
+    if a is not None and b is not None:
+        return Verdict(a == b, "equal" if a == b else "different", answer)
+    if len(answer) > MAX_ANSWER_CHARS:
+        return Verdict(False, "too large", answer)
+    return None
 
 
 def compare(answer: str, reference: str) -> bool:
@@ -2001,13 +2021,244 @@ def reward(completion: str, reference: str) -> float:
     return is_correct(extract_answer(completion), reference).reward
 
 
-def score(completions: list[str], references: list[str]) -> list[Verdict]:
-    """One verdict per completion, in order."""
+def unreadable_references(references: list[str]) -> list[int]:
+    """Rows whose reference is neither mathematics nor text. To be reported before training: no answer to them is ever paid."""
+    return [row for row, reference in enumerate(references) if not is_readable(reference)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Many pairs: long-lived worker processes with a memory limit, killed and replaced when one overruns.
+# They are `python reward.py --worker`, not multiprocessing: its spawn runs the caller's main module again, torch and all.
+
+WORKER_MEMORY_BYTES = 1 << 30
+_pool_lock = threading.Lock()
+_pool: list[dict] = []
+_pool_owner = 0  # process id: a forked child must not talk to its parent's workers
+
+
+def score(
+    completions: list[str], references: list[str], *, workers: int | None = None, timeout: float = 2.0
+) -> list[Verdict]:
+    """One verdict per completion, in order; equal pairs are judged once. Callable from any thread and on every rank.
+
+    Pairs of plain numbers, and completions without an answer, are decided here; the first other pair starts the workers
+    (default: this rank's share of the CPUs, at most 4). `timeout` is in seconds for one pair.
+    """
     assert len(completions) == len(references), (
         f"{len(completions)} completions but {len(references)} references: one each."
     )
-    return [is_correct(extract_answer(c), r) for c, r in zip(completions, references)]
+    answers = [extract_answer(completion) for completion in completions]
+    pairs = dict.fromkeys(zip(answers, references))
+    for answer, reference in pairs:
+        pairs[answer, reference] = verdict_without_parsing(answer, reference)
+    undecided = [pair for pair, verdict in pairs.items() if verdict is None]
+    if undecided:
+        share = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        with _pool_lock:
+            verdicts = _judge(undecided, workers or max(1, min(4, share)), timeout)
+        pairs.update(zip(undecided, verdicts))
+    return [pairs[pair] for pair in zip(answers, references)]
+
+
+def _judge(pairs: list[tuple[str, str]], workers: int, timeout: float) -> list[Verdict]:
+    global _pool_owner
+    if _pool_owner != os.getpid():
+        _pool.clear()
+        _pool_owner = os.getpid()
+    verdicts: list[Verdict | None] = [None] * len(pairs)
+    waiting = collections.deque(range(len(pairs)))
+    while waiting or any(worker["row"] is not None for worker in _pool):
+        while len(_pool) < min(workers, len(waiting)):
+            _pool.append(_start_worker())
+        for worker in _pool:
+            if worker["row"] is None and waiting:
+                worker["row"] = waiting.popleft()
+                worker["deadline"] = time.monotonic() + (timeout if worker["ready"] else 60.0)
+                _send(worker, pairs[worker["row"]])
+        busy = [worker for worker in _pool if worker["row"] is not None]
+        patience = max(0.0, min(worker["deadline"] for worker in busy) - time.monotonic())
+        readable, _, _ = select.select([worker["process"].stdout for worker in busy], [], [], patience)
+        for worker in busy:
+            answer = pairs[worker["row"]][0]
+            lines = _receive(worker) if worker["process"].stdout in readable else []
+            if lines is None or (not lines and time.monotonic() > worker["deadline"]):
+                if not worker["ready"]:
+                    raise RuntimeError("A worker of reward.py did not start: run `python reward.py --worker` to see why.")
+                verdicts[worker["row"]] = Verdict(False, "crashed" if lines is None else "timeout", answer)
+                _end_worker(worker)
+                _pool.remove(worker)
+                continue
+            for line in lines:
+                if line == b"ready":
+                    worker["ready"], worker["deadline"] = True, time.monotonic() + timeout
+                else:
+                    verdicts[worker["row"]] = Verdict(*json.loads(line), answer)
+                    worker["row"] = None
+    return verdicts
+
+
+def _start_worker() -> dict:
+    process = subprocess.Popen(
+        [sys.executable, os.path.abspath(__file__), "--worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        bufsize=0,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    return {"process": process, "row": None, "deadline": 0.0, "ready": False, "buffer": b""}
+
+
+def _send(worker: dict, pair: tuple[str, str]) -> None:
+    with contextlib.suppress(BrokenPipeError):  # a dead worker is noticed when its output ends
+        worker["process"].stdin.write(json.dumps(pair).encode() + b"\n")
+
+
+def _receive(worker: dict) -> list[bytes] | None:
+    """The complete lines that have arrived; None if the worker is gone."""
+    data = os.read(worker["process"].stdout.fileno(), 1 << 16)
+    if not data:
+        return None
+    *lines, worker["buffer"] = (worker["buffer"] + data).split(b"\n")
+    return lines
+
+
+def _end_worker(worker: dict) -> None:
+    worker["process"].kill()
+    worker["process"].wait()
+    worker["process"].stdin.close()
+    worker["process"].stdout.close()
 
 
 def close() -> None:
     """End the worker processes of `score`; the next call starts new ones."""
+    with _pool_lock:
+        if _pool_owner == os.getpid():
+            for worker in _pool:
+                _end_worker(worker)
+        _pool.clear()
+
+
+atexit.register(close)
+
+
+def work() -> None:
+    """A worker: one JSON pair per line in, one JSON verdict per line out, until the caller goes away."""
+    import mpmath  # noqa: F401
+    import sympy  # noqa: F401
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the caller decides
+    resource.setrlimit(resource.RLIMIT_AS, (WORKER_MEMORY_BYTES, WORKER_MEMORY_BYTES))
+    output = os.dup(1)
+    os.dup2(2, 1)  # whatever prints does not end up among the verdicts
+    os.write(output, b"ready\n")
+    for line in sys.stdin.buffer:
+        verdict = is_correct(*json.loads(line))
+        os.write(output, json.dumps([verdict.equal, verdict.reason]).encode() + b"\n")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shaping. Dynamic sampling and evaluation look at the unshaped reward; these are added for the loss.
+
+
+def overlong_penalty(length: int, max_length: int, buffer: int, penalty: float = 1.0) -> float:
+    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13) times `penalty`; lengths in tokens.
+
+    >>> [overlong_penalty(length, max_length=100, buffer=20) for length in (50, 80, 90, 100, 110)]
+    [0.0, 0.0, -0.5, -1.0, -1.0]
+    """
+    assert 0 < buffer <= max_length, f"The overlong buffer {buffer} must lie between 1 and the maximal length {max_length}."
+    return -penalty * min(max(length - (max_length - buffer), 0) / buffer, 1.0)
+
+
+def truncated_reward(value: float, truncated: bool, policy: str) -> tuple[float, bool]:
+    """(reward, is it trained on) of a completion that may have hit the token limit: `score` it as it is, pay `zero`, or `mask` it.
+
+    >>> [truncated_reward(1.0, True, policy) for policy in ("score", "zero", "mask")]
+    [(1.0, True), (0.0, True), (0.0, False)]
+    """
+    assert policy in ("score", "zero", "mask"), f"A truncated completion is scored, zero or masked, not {policy!r}."
+    if not truncated or policy == "score":
+        return value, True
+    return 0.0, policy == "zero"
+
+
+def format_reward(completion: str, thinking: bool = False) -> float:
+    """1.0 for a completion that ends in a readable box; with `thinking`, after exactly one closed thinking section.
+
+    >>> format_reward(r"<think>…</think> \\boxed{4}", thinking=True), format_reward(r"\\boxed{4}", thinking=True)
+    (1.0, 0.0)
+    """
+    sections = sum(completion.count(closing) for _, closing in THINKING_MARKS)
+    return float(extract_answer(completion) is not None and (not thinking or sections == 1))
+
+
+def load_reward(spec: str):
+    """One's own reward for `--reward path.py:function`: called as `function(completion, reference)`, gives a float.
+
+    The file is imported like any program: it is the user's own code, never the model's.
+    """
+    path, _, name = spec.rpartition(":")
+    if not path.endswith(".py") or not os.path.isfile(path):
+        raise ValueError(f"--reward {spec}: expected path.py:function, and {path or spec} is no such Python file.")
+    module_spec = importlib.util.spec_from_file_location(os.path.basename(path)[:-3], path)
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
+    if not callable(getattr(module, name, None)):
+        raise ValueError(f"--reward {spec}: {path} has no function {name}.")
+    return getattr(module, name)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+def check(path: str) -> int:
+    """Print the verdict of every line {"gold": …, "pred": …} of a JSONL file; the number of readable rows is the exit line."""
+    reasons: collections.Counter = collections.Counter()
+    print(f"{'row':>5}  {'verdict':<22}{'gold':<32}answer")
+    with open(path) as file:
+        for row, line in enumerate(file, start=1):
+            record = json.loads(line)
+            boxed = record["pred"] if "\\boxed" in record["pred"] or "\\fbox" in record["pred"] else None
+            verdict = is_correct(extract_answer(boxed) if boxed else record["pred"], str(record["gold"]))
+            reasons[verdict.reason] += 1
+            print(f"{row:>5}  {verdict.reason:<22}{str(record['gold'])[:30]:<32}{str(verdict.answer)[:60]}")
+    print(", ".join(f"{reason} {count}" for reason, count in reasons.most_common()))
+    return 0
+
+
+def explain(completion: str, reference: str) -> None:
+    """Print every step from the completion to the verdict."""
+    answer = extract_answer(completion) if "box" in completion else completion
+    print(f"answer      {answer!r}\nreference   {reference!r}")
+    for name, text in (("answer", answer), ("reference", reference)):
+        if text is None:
+            continue
+        print(f"{name:<12}exact number: {exact_number(text)}")
+        try:
+            node = read(text)
+        except TooLarge:
+            print(f"{name:<12}too large to parse")
+            continue
+        print(f"{name:<12}parsed: {node if node is not None else 'no mathematics, compared as text ' + repr(plain_text(text))}")
+    print(f"verdict     {is_correct(answer, reference)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", metavar="FILE", help='print the verdicts of a JSONL file of {"gold": …, "pred": …}')
+    parser.add_argument("--explain", nargs=2, metavar=("COMPLETION", "REFERENCE"), help="print one case step by step")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        work()
+    elif args.check:
+        check(args.check)
+    elif args.explain:
+        explain(*args.explain)
+    else:
+        parser.error("give --check FILE or --explain COMPLETION REFERENCE")
+
+
+if __name__ == "__main__":
+    main()
