@@ -251,6 +251,9 @@ TOKEN = re.compile(
     re.DOTALL,
 )
 THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3}(?:,\d{3})+)(?![\d,])")
+INTEGER_PARAMETER = re.compile(  # … , k ∈ ℤ
+    r"(?<=\S)\s*(?:,|\()\s*\(?\s*[a-z]\s*\\in\s*\\(?:mathbb|mathbf|Bbb)\s*\{?\s*[ZN]\s*\}?(?:[_^]\{?[\d+*]+\}?)*\s*\)?\s*$"
+)
 CONDITION = re.compile(r"(?:for\s+(?:all|any|every|each|some|integers?)|where|in\s+general)\b")
 SEPARATOR = re.compile(r",?\s*(?:and|or)\s*,?")
 INLINE = re.compile(r"[-+]?\s*[\d.,/%()\s]*\d[\d.,/%()\s]*(?:[A-Za-z\s]*)|\(?\s*[A-Za-z]\s*\)?(?:\s*,\s*[A-Za-z])*[.:]?|\W*")
@@ -266,7 +269,7 @@ def clean(text: str) -> str:
     text = re.sub(r"\\\$|\$|\\[()\[\]]|[£€¥]|^\*\*|\*\*$|<br>|^\s*\\\\", " ", text)
     text = re.sub(r"(?<=\d)(?:,\s*\\!\s*|\{,\}|\\[!,]\s*)(?=\d)", "", text)  # 10,\!080  1{,}024  2\,0\,4
     text = re.sub(r"(?<![\d.,])(\d{1,3})((?: \d{3})+)(?!\d|\s*/)", lambda m: m[0].replace(" ", ""), text)  # 1 000
-    text = text.strip().rstrip("\\").strip()
+    text = INTEGER_PARAMETER.sub("", text).strip().rstrip("\\").strip()
     return text[:-1].rstrip() if text.endswith(".") and not text.endswith("..") else text
 
 
@@ -377,10 +380,9 @@ def substitute(node: tuple, old: tuple, new: tuple) -> tuple:
     return tuple(substitute(part, old, new) if isinstance(part, tuple) else part for part in node)
 
 
-def contains(node: tuple, kinds: set[str]) -> bool:
-    return node[:1] != () and (
-        (isinstance(node[0], str) and node[0] in kinds) or any(isinstance(p, tuple) and contains(p, kinds) for p in node)
-    )
+def count(node: tuple, kind: str) -> int:
+    """How many nodes of this kind are in it?"""
+    return (node[:1] == (kind,)) + sum(count(part, kind) for part in node if isinstance(part, tuple))
 
 
 class Parser:
@@ -424,35 +426,36 @@ class Parser:
 
     def items(self, closers: tuple[str, ...]) -> tuple:
         """statement (separator statement)*; a semicolon separates more strongly than a comma."""
-        groups, items, separators = [], [self.statement()], []
+        items, separators = [self.statement()], []
         while self.peek()[1] not in closers and self.peek()[0] != "end":
             separator = self.expect(",", ";", "and", "or")
             while also := self.accept(",", "and", "or"):
                 separator = also
             if self.peek()[0] == "end" or self.peek()[1] in closers:
                 break  # a trailing comma
-            if separator == ";" and (groups or "," in separators):
-                groups.append(items)
-                items = []
             separators.append(separator)
             items.append(self.statement())
             if len(items) > MAX_ITEMS:
                 raise TooLarge
-        if ";" in separators and "," in separators:
-            groups.append(items)
-            items = [g[0] if len(g) == 1 else ("list", *g) for g in groups]
         if len(items) == 1:
             return items[0]
+        labels = {item[2][0] if item[0] == "rel" else None for item in items}
+        for strong in (";", "or"):  # p=5, q=2; p=7, q=2 and x=1, y=2 or x=2, y=1, but not 1, 2, or 3
+            if strong in separators and set(separators) != {strong} and (strong == ";" or len(labels - {None}) > 1):
+                groups = [[items[0]]]
+                for separator, item in zip(separators, items[1:]):
+                    groups += [[item]] if separator == strong else []
+                    groups[-1] += [] if separator == strong else [item]
+                return ("list", *(g[0] if len(g) == 1 else ("list", *g) for g in groups))
         if "or" not in separators and all(map(is_inequality, items)):
             return ("and", *items)
         return ("or" if set(separators) == {"or"} else "list", *items)
 
     def statement(self) -> tuple:
         """side (relation side)*, or a worded label `Minimum: 1`."""
-        while self.peek()[0] in ("word", "text") and self.peek(1)[1] in (":", "=") and len(self.peek()[1]) > 3:
-            if self.peek()[1] in UNITS or self.peek()[1] in ALIASES:
-                break
-            self.position += 2  # a worded label names the value and says no more
+        (kind, word), following = self.peek(), self.peek(1)[1]
+        if following in (":", "=") and len(word) > 3 and (kind == "text" or (kind == "word" and word[0].isupper())):
+            self.position += 2 if word.lower() not in STOP_WORDS else 0  # a worded label, `Minimum: 1`, is dropped
         operators, sides = [], []
         if self.accept("approx"):
             return self.side()
@@ -910,7 +913,7 @@ class Parser:
         self.expect("{")
         kind, name = self.next()
         self.expect("}")
-        if name not in ("pmatrix", "bmatrix", "matrix", "array", "smallmatrix", "Bmatrix"):
+        if name not in ("pmatrix", "bmatrix", "matrix", "array", "smallmatrix", "Bmatrix", "cases"):
             raise NotMath
         if name == "array" and self.accept("{"):
             while self.next()[1] not in ("}", ""):
@@ -919,14 +922,16 @@ class Parser:
         while not self.accept("end"):
             if self.accept("\\\\"):
                 rows.append(())
-            elif not self.accept("&"):
-                rows[-1] += (self.sum(),)
+            elif not self.accept("&") and not (name == "cases" and self.accept(",")):
+                rows[-1] += (self.statement() if name == "cases" else self.sum(),)
             if sum(map(len, rows)) > MAX_ITEMS or self.peek()[0] == "end":
                 raise NotMath
         self.expect("{")
         if self.next()[1] != name:
             raise NotMath
         self.expect("}")
+        if name == "cases":  # a system of equations; of a piecewise function only the text is compared
+            return ("list", *(row[0] if len(row) == 1 else self.fail() for row in rows if row))
         return ("matrix", *(row for row in rows if row))
 
 
@@ -938,7 +943,7 @@ def is_known(word: str) -> bool:
 
 def read_number(digits: str) -> Fraction:
     mantissa, _, exponent = digits.lower().partition("e")
-    if len(exponent) > 5 or len(mantissa) > MAX_DIGITS:
+    if len(exponent) > 5 or abs(int(exponent or 0)) > 9_999 or len(mantissa) > MAX_DIGITS:
         raise TooLarge
     whole, _, decimals = mantissa.partition(".")
     return Fraction(int(whole + decimals), 10 ** len(decimals)) * Fraction(10) ** int(exponent or 0)
@@ -1124,7 +1129,7 @@ def residue(node: tuple, trial: int, modulus: int = P) -> int:
 def residue_power(base: tuple, exponent: tuple, trial: int, modulus: int) -> int:
     power = rational(exponent)
     if power is None and base == ("e",) and modulus == P:
-        if contains(exponent, {"pi"}) and contains(exponent, {"i"}):
+        if count(exponent, "pi") and count(exponent, "i"):
             raise NotMath
         return pow(H, residue(exponent, trial, Q), P)
     value = residue(base, trial, modulus)
@@ -1149,7 +1154,7 @@ def residue_power(base: tuple, exponent: tuple, trial: int, modulus: int) -> int
 def residue_trig(name: str, angle: tuple, trial: int) -> int:
     """Through exponentials: with t = e^(ix), cos x = (t + 1/t) / 2. The multiple of π in x becomes a root of unity."""
     rotation = 1
-    if name in TRIG and contains(angle, {"pi"}):
+    if name in TRIG and count(angle, "pi"):
         without = substitute(angle, ("pi",), ("num", Fraction(0)))
         slope = ("add", substitute(angle, ("pi",), ONE), negative(without))
         for symbol in symbols(slope):
@@ -1352,7 +1357,7 @@ def is_real(value) -> bool:
 def disproved(a: tuple, b: tuple) -> bool:
     """Do the two differ somewhere? Symbols are real; what counts is where both sides are real (or where neither ever is)."""
     names = sorted(symbols(a) | symbols(b), key=str)
-    explicit = contains(a, {"i"}) or contains(b, {"i"}) or not names
+    explicit = count(a, "i") or count(b, "i") or not names
     both_complex, compared = [], 0
     for point in sample_points(names):
         x, y = value_at(a, point, 50), value_at(b, point, 50)
@@ -1506,7 +1511,7 @@ def proved_by_sympy(a: tuple, b: tuple) -> bool:
             lambda d: sympy.expand(sympy.expand_log(d, force=True, factor=True)),
             lambda d: sympy.expand(sympy.together(sympy.expand(d.rewrite(sympy.exp), func=True)).as_numer_denom()[0]),
             lambda d: sympy.expand(sympy.powdenest(sympy.posify(d)[0], force=True)),
-            sympy.simplify,
+            sympy.expand_complex if count(a, "i") or count(b, "i") else sympy.simplify,
         )
         return any(attempt(difference) == 0 for attempt in attempts)
 
@@ -1556,7 +1561,7 @@ def _not_proven() -> bool:
 
 def expand_plus_minus(node: tuple) -> tuple:
     """1 ± 2 is the list 1 + 2, 1 - 2; in one expression all signs go together, in a tuple each coordinate has its own."""
-    if not contains(node, {"pm"}):
+    if not count(node, "pm"):
         return node
     if node[0] in ("list", "or", "set"):
         items = []
@@ -1569,7 +1574,7 @@ def expand_plus_minus(node: tuple) -> tuple:
         if math.prod(map(len, choices)) > MAX_ITEMS:
             raise TooLarge
         return ("list", *(("tuple", *items) for items in itertools.product(*choices)))
-    if node[0] == "rel" and node[1] == ("=",) and not contains(node[2][0], {"pm"}):
+    if node[0] == "rel" and node[1] == ("=",) and not count(node[2][0], "pm"):
         values = expand_plus_minus(node[2][1])
         return ("list", *(("rel", ("=",), (node[2][0], value)) for value in values[1:]))
     if node[0] in NOT_SCALAR - {"unit"}:
@@ -1581,12 +1586,12 @@ def expand_plus_minus(node: tuple) -> tuple:
 def readings(node: tuple) -> list[tuple]:
     """The values that an expression with degree or percent signs can stand for: 30° is 30 or π/6, 28% is 28 or 0.28."""
     results = [node]
-    if contains(node, {"deg"}):
+    if count(node, "deg"):
         results = [substitute(r, ("deg",), v) for r in results for v in (ONE, ("div", ("pi",), ("num", Fraction(180))))]
-    if contains(node, {"pct"}):
+    if percents := count(node, "pct"):
         bare = [substitute(r, ("pct",), ONE) for r in results]
         results = [substitute(r, ("pct",), ("num", Fraction(1, 100))) for r in results]
-        results += [r for r in bare if (value := rational(r)) is not None and abs(value) > 1]
+        results += [r for r in bare if percents == 1 and (value := rational(r)) is not None and abs(value) > 1]
     return results
 
 
@@ -1609,7 +1614,7 @@ def same(a: tuple, b: tuple) -> bool:
     if kinds & COLLECTIONS:
         return same_collections(a, b)
     for sign in ("deg", "pct"):
-        if contains(a, {sign}) and contains(b, {sign}):
+        if count(a, sign) and count(b, sign):
             a, b = (substitute(n, (sign,), ("num", Fraction(1, 100)) if sign == "pct" else ONE) for n in (a, b))
     return any(same_scalar(x, y) for x in readings(a) for y in readings(b))
 
@@ -1644,12 +1649,20 @@ def same_collections(a: tuple, b: tuple) -> bool:
         return is_vector and other[0] == "tuple" and len(cells) == len(other) - 1 and all(map(same, cells, other[1:]))
     if a[0] in unordered and b[0] in unordered:
         xs, ys = list(a[1:]), list(b[1:])
+        if names_several(xs) != names_several(ys):  # x = 1, y = 2 against 1, 2: the order says which is which
+            return len(xs) == len(ys) and all(map(same, xs, ys))
         if "set" in (a[0], b[0]):
             xs, ys = without_repeats(xs), without_repeats(ys)
         return same_multisets(xs, ys)
     if a[0] != b[0] and not ("list" in (a[0], b[0]) and {a[0], b[0]} <= {"list", "tuple", "bracket"}):
         return False
     return len(a) == len(b) and all(map(same, a[1:], b[1:]))
+
+
+def names_several(items: list[tuple]) -> bool:
+    """Are these equations for different letters? x_1 = 2, x_2 = 3 are two values of one."""
+    labels = [item[2][0] for item in items if item[0] == "rel" and item[1] == ("=",) and item[2][0][0] == "sym"]
+    return len(labels) == len(items) and len({label[1].partition("_")[0] for label in labels}) > 1
 
 
 def same_multisets(xs: list[tuple], ys: list[tuple]) -> bool:
@@ -1706,10 +1719,6 @@ def read_statement(node: tuple) -> tuple[tuple | None, tuple | None]:
     return label, sides[-1]
 
 
-def same_labels(p: tuple, q: tuple) -> bool:
-    return p == q or "app" in (p[0], q[0]) or p[0] not in ("sym",) or q[0] not in ("sym",)
-
-
 def same_statements(a: tuple, b: tuple) -> bool:
     (p, x), (q, y) = read_statement(a), read_statement(b)
     if x is not None and y is not None:
@@ -1719,8 +1728,8 @@ def same_statements(a: tuple, b: tuple) -> bool:
             for old, new in zip(q[2:], p[2:]):  # f(x) = x and f(t) = t define the same function
                 y = substitute(y, old, new)
             return same(x, y)
-        if (p == q or "app" in (p[0], q[0]) or "tuple" in (p[0], q[0])) and same(x, y):
-            return not (p[0] == q[0] == "app") or p == q
+        if p == q or {p[0], q[0]} == {"app", "sym"}:  # f(x) = 2x and y = 2x
+            return same(x, y)
     if a[0] == b[0] == "rel" and a[1] == b[1] == ("=",):
         return same_equations(*a[2], *b[2])
     if a[0] == b[0] == "rel" and a[1] == b[1]:
@@ -2066,7 +2075,7 @@ def _judge(pairs: list[tuple[str, str]], workers: int, timeout: float) -> list[V
         _pool.clear()
         _pool_owner = os.getpid()
     verdicts: list[Verdict | None] = [None] * len(pairs)
-    waiting = collections.deque(range(len(pairs)))
+    waiting, tried = collections.deque(range(len(pairs))), set()
     while waiting or any(worker["row"] is not None for worker in _pool):
         while len(_pool) < min(workers, len(waiting)):
             _pool.append(_start_worker())
@@ -2084,7 +2093,11 @@ def _judge(pairs: list[tuple[str, str]], workers: int, timeout: float) -> list[V
             if lines is None or (not lines and time.monotonic() > worker["deadline"]):
                 if not worker["ready"]:
                     raise RuntimeError("A worker of reward.py did not start: run `python reward.py --worker` to see why.")
-                verdicts[worker["row"]] = Verdict(False, "crashed" if lines is None else "timeout", answer)
+                if lines is None and worker["row"] not in tried:  # it may have been killed for another reason
+                    tried.add(worker["row"])
+                    waiting.appendleft(worker["row"])
+                else:
+                    verdicts[worker["row"]] = Verdict(False, "crashed" if lines is None else "timeout", answer)
                 _end_worker(worker)
                 _pool.remove(worker)
                 continue
