@@ -794,14 +794,17 @@ class Parser:
         return {"e": ("e",), "i": ("i",)}.get(name, ("sym", name))
 
     def subscript(self, name: str) -> tuple:
-        if self.peek()[1] != "{":
+        braces = self.accept("{")
+        if self.peek()[1] in set("ijkmnpqr") and (not braces or self.peek(1)[1] == "}"):  # a_k: an argument, like a_{k+1}
+            node = ("app", name + "_", self.symbol(self.next()[1]))
+            return node if not braces or self.expect("}") else self.fail()
+        if not braces:
             kind, value = self.next()
             return ("sym", f"{name}_{value}") if kind in ("num", "word", "cmd") else self.fail()
-        self.position += 1
         start = self.position
         while self.peek()[1] != "}" and self.peek()[0] in ("num", "word", "cmd", "text"):
             self.position += 1
-        if self.accept("}"):  # x_{max}: part of the name; a_{n+1}: an argument
+        if self.accept("}"):  # x_{max}: part of the name
             return ("sym", f"{name}_" + "".join(v for _, v in self.tokens[start : self.position - 1]))
         self.position = start
         node = self.items(closers=("}",))
@@ -1943,7 +1946,7 @@ def plain_text(text: str) -> str:
     text = re.sub(r"\\(?:left|right|quad|qquad)(?![A-Za-z])|\\[,;:! ]|[$\"“”~]", " ", text)
     for _ in range(3):
         text = re.sub(rf"\\(?:{TEXT_COMMANDS})\s*\{{([^{{}}]*)\}}", r"\1", text)
-    text = re.sub(r"\s+", "", text).strip(".")
+    text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text).strip(".")  # "4 2" is not 42
     return text if re.search(r"[\\^_{}\d]", text) else text.casefold()
 
 
@@ -2004,7 +2007,7 @@ def verdict_without_parsing(answer: str | None, reference: str) -> Verdict | Non
 
 def compare(answer: str, reference: str) -> bool:
     answer, reference = (LEAD_IN.sub("", t, count=1) if "nswer" in t else t for t in (answer, reference))
-    if "".join(answer.split()) == "".join(reference.split()):
+    if answer.split() == reference.split():
         return True
     words = plain_text(answer), plain_text(reference)
     if words[0].isalpha() and words[1].isalpha() and min(map(len, words)) > 1 and "\\" not in clean(answer) + clean(reference):
