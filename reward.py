@@ -966,12 +966,6 @@ def add_matrices(matrices: list[tuple]) -> tuple:
     return ("matrix", *(tuple(("add", *cells) for cells in zip(*rows)) for rows in zip(*(m[1:] for m in matrices))))
 
 
-@functools.lru_cache(maxsize=8192)
-def parse(text: str, thousands: bool = True) -> tuple:
-    """The node of an answer. Raises NotMath or TooLarge."""
-    return Parser(tokenize(clean(text), thousands)).answer()
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Values: exact fractions, residues modulo a prime, and complex numbers of many digits
 
@@ -1319,7 +1313,7 @@ def context(digits: int):
 def sample_points(names: list[tuple]) -> list[dict[tuple, Fraction]]:
     """Fixed rational points: small positive ones (inside the domain of roots, logs and arcs), larger ones, mixed signs."""
     points = []
-    for index in range(9 if names else 1):
+    for index in range(6 if names else 1):
         low, high = ((1, 96), (101, 397), (-297, 301))[index % 3]
         values = {}
         for k, name in enumerate(names):
@@ -1338,23 +1332,20 @@ def value_at(node: tuple, point: dict[tuple, Fraction], digits: int):
     return value if mp.isfinite(value) else None
 
 
-def differ(a: tuple, b: tuple, point: dict[tuple, Fraction]) -> bool | None:
-    """True if a ≠ b at this point, None if the point says nothing (a value is undefined)."""
-    x, y = value_at(a, point, 50), value_at(b, point, 50)
-    if x is None or y is None:
-        return None
-    mp = _local.mp
+def differ(a: tuple, b: tuple, x, y, point: dict[tuple, Fraction]) -> bool:
+    """Are the values x and y of a and b at this point different?"""
     gap, size = abs(x - y), max(abs(x), abs(y))
-    if gap <= size * mp.mpf(10) ** -35:
+    if gap <= size * 1e-35:
         return False
-    if gap > size * mp.mpf(10) ** -6 and size > mp.mpf(10) ** -6:
+    if gap > size * 1e-6 and size > 1e-6:
         return True
     x, y = value_at(a, point, 150), value_at(b, point, 150)  # cancellation shrinks with more digits, a difference stays
-    return abs(x - y) > gap * mp.mpf(10) ** -20
+    return abs(x - y) > gap * 1e-20
 
 
 def is_real(value) -> bool:
-    return abs(_local.mp.im(value)) <= abs(value) * _local.mp.mpf(10) ** -30
+    imaginary = value.imag
+    return imaginary == 0 or abs(imaginary) <= abs(value) * 1e-30
 
 
 def disproved(a: tuple, b: tuple) -> bool:
@@ -1365,22 +1356,16 @@ def disproved(a: tuple, b: tuple) -> bool:
     for point in sample_points(names):
         x, y = value_at(a, point, 50), value_at(b, point, 50)
         if x is None or y is None:
-            if names and (x is None) != (y is None) and "fn" in (a[0], b[0]):
-                pass
             continue
-        if not explicit:
-            real = is_real(x), is_real(y)
-            if real[0] != real[1]:
-                return True
-            if not real[0]:
-                both_complex.append(point)
-                continue
-        compared += 1
-        if differ(a, b, point):
+        if not explicit and is_real(x) != is_real(y):
             return True
-    if compared == 0:
-        return not both_complex or any(differ(a, b, point) for point in both_complex)
-    return False
+        if not explicit and not is_real(x):
+            both_complex.append((x, y, point))
+            continue
+        compared += 1
+        if differ(a, b, x, y, point):
+            return True
+    return compared == 0 and (not both_complex or any(differ(a, b, *values) for values in both_complex))
 
 
 def proved(a: tuple, b: tuple) -> bool:
@@ -1603,7 +1588,6 @@ def same(a: tuple, b: tuple) -> bool:
     if a == b:
         return True
     check_time()
-    a, b = expand_plus_minus(a), expand_plus_minus(b)
     if a[0] == "unit" and b[0] == "unit":
         return a[2] == b[2] and same(a[1], b[1])
     a, b = (n[1] if n[0] == "unit" else n for n in (a, b))
@@ -1941,19 +1925,21 @@ def merge(pieces: list[tuple]) -> list[tuple]:
 # Verdicts
 
 
+@functools.lru_cache(maxsize=8192)
 def plain_text(text: str) -> str:
     """Text answers are compared without wrappers, spaces, quotes and the final full stop; words also without case."""
     text = re.sub(r"\\(?:left|right|quad|qquad)(?![A-Za-z])|\\[,;:! ]|[$\"“”~]", " ", text)
-    for _ in range(3):
+    for _ in range(3 * ("\\" in text)):
         text = re.sub(rf"\\(?:{TEXT_COMMANDS})\s*\{{([^{{}}]*)\}}", r"\1", text)
     text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text).strip(".")  # "4 2" is not 42
     return text if re.search(r"[\\^_{}\d]", text) else text.casefold()
 
 
-def read(text: str) -> tuple | None:
-    """The node of an answer, or None for one that can only be compared as text."""
+@functools.lru_cache(maxsize=8192)  # a group of completions shares its reference
+def read(text: str, thousands: bool = True) -> tuple | None:
+    """The node of an answer, or None for one that can only be compared as text. Raises TooLarge."""
     try:
-        return MEANINGS.get(plain_text(text)) or parse(text)
+        return MEANINGS.get(plain_text(text)) or Parser(tokenize(clean(text), thousands)).answer()
     except NotMath:
         return None
 
@@ -1962,7 +1948,7 @@ def is_readable(reference: str) -> bool:
     if len(reference) > MAX_ANSWER_CHARS:
         return False
     try:
-        return any(map(str.isalnum, plain_text(reference))) or read(reference) is not None
+        return any(map(str.isalnum, reference)) and any(map(str.isalnum, plain_text(reference))) or read(reference) is not None
     except TooLarge:
         return False
 
@@ -2015,13 +2001,13 @@ def compare(answer: str, reference: str) -> bool:
     times_ = [clean(t) for t in (answer, reference)]
     if all(CLOCK.fullmatch(t) for t in times_):
         return times_[0].lstrip("0") == times_[1].lstrip("0")
-    nodes = [read(answer), read(reference)]
+    nodes = [expand_plus_minus(node) if node else None for node in (read(answer), read(reference))]
     if None in nodes:
         return words[0] == words[1] != ""
     if same(*nodes):
         return True
     if any(THOUSANDS.search(t) for t in (answer, reference)) and any(n[0] in COLLECTIONS for n in nodes):
-        return same(parse(answer, False), parse(reference, False))  # 100,200 may be a list where the other side is one
+        return same(read(answer, False), read(reference, False))  # 100,200 may be a list where the other side is one
     return False
 
 
