@@ -1,17 +1,73 @@
-r"""Text in, float out: is the boxed answer of a completion equal to the reference answer?
+r"""Text in, float out: is the boxed answer of a completion the same mathematical object as the reference answer?
 
     python reward.py --check pairs.jsonl                # verdict table for lines {"gold": "…", "pred": "…"}
-    python reward.py --explain '\frac{1}{2}' '0.5'      # one pair (answer, reference), step by step
+    python reward.py --explain '\boxed{\frac{1}{2}}' 0.5  # one completion and its reference, step by step
 
-Reinforcement learning finds every hole of its grader, so every doubt counts as "not equal". A pair passes through:
-extract the last box → exact fractions where both sides are plain numbers → own recursive-descent parser (an allow-list: no
-`eval`, no `sympify`, no `parse_expr` ever sees model text; sizes are checked before anything is computed) → numeric *disproof*
-at 50 digits → *proof* (identity of polynomials modulo a prime, root separation bound for radicals, sympy within a budget).
+Reinforcement learning finds every hole of its grader, so every doubt counts as "not equal". A pair passes through
 
-Conventions, each a doctest. `same(answer, reference)` stands for `is_correct(answer, reference).equal`.
+1. extraction of the last box, and exact fractions where both sides are plain numbers (all of AIME ends here);
+2. a recursive-descent parser that knows a list of commands and refuses the rest. It builds tuples, nothing else: no `eval`,
+   `sympify`, `parse_expr` or ANTLR ever sees model text, and sizes are checked before anything is computed;
+3. containers item by item; for two expressions first *disproof* (50 digits at fixed points, relative tolerance), then *proof*
+   (an identity modulo a prime, then sympy within a budget). What is neither disproved nor proved is not equal.
+
+Conventions. `same(answer, reference)` is symmetric; below it stands for `is_correct(answer, reference).equal`.
 
 >>> same = lambda answer, reference: is_correct(answer, reference).equal
+
+Numbers are exact: a rounded decimal is not the number. Unevaluated and unreduced forms count as their value.
+>>> same("0.5", r"\frac{2}{4}"), same("0.333333", r"\frac{1}{3}"), same("2^{10}", "1024"), same(r"0.\overline{3}", r"\frac13")
+(True, False, True, True)
+
+Commas group digits in threes at the top level and separate everywhere else; 1 1/2 is a mixed number.
+>>> same("1,024", "1024"), same("32, 349", "32349"), same("(1,024)", "(1,24)"), same("1 1/2", "1.5")
+(True, False, True, True)
+
+A unit is dropped against a bare number, and two units must agree. Words that change the value are no unit.
+>>> same(r"5\text{ cm}", "5"), same(r"5\text{ cm}", r"5\text{ m}"), same(r"5\text{ million}", "5"), same(r"\$5", "5")
+(True, False, False, True)
+
+Percent is a hundredth, or a unit above 1. A degree is π/180, or a unit; inside sin, cos, … it is always π/180.
+>>> same(r"28\%", "0.28"), same(r"28\%", "28"), same(r"0.5\%", "0.5"), same(r"90^\circ", "90"), same(r"90^\circ", r"\frac{\pi}{2}")
+(True, True, False, True, True)
+>>> same(r"\sin 15^\circ", r"\sin 15")
+False
+
+A name before "=" is a label, and so is a name before "≈"; sides of a chain must agree. Letters are case-sensitive.
+>>> same("x = 5", "5"), same(r"\angle A = 60", "60"), same("2 + 2 = 4", "4"), same("41 = 42", "42"), same("x = 5", "y = 5")
+(True, True, True, False, False)
+>>> same("f(x) = 2x", "f(t) = 2t"), same("f(x) = 2x", "y = 2x"), same("x + 1", "X + 1")
+(True, True, False)
+
+Lists are unordered with repetitions, sets without; tuples are ordered, and so are values named by different letters.
+>>> same("2, 1", r"1 \text{ and } 2"), same("1, 1, 2", "1, 2"), same(r"\{1, 1, 2\}", r"\{1, 2\}"), same("(1, 2)", "(2, 1)")
+(True, False, True, False)
+>>> same("x = 1, y = 2", "1, 2"), same("x = 1, y = 2", "2, 1"), same("(1, 2)", "1, 2"), same(r"\{3\}", "3")
+(True, False, True, False)
+
+± is both values. Inequalities, intervals, unions and set-builder notation are sets of reals; end points count.
+>>> same(r"1 \pm 2", "3, -1"), same(r"\pm 2", "2"), same(r"1 < x \le 2", "(1, 2]"), same(r"\{x \mid x > 1\}", r"(1, \infty)")
+(True, False, True, True)
+>>> same("(1, 2)", "[1, 2]"), same(r"x \neq 3", r"(-\infty, 3) \cup (3, \infty)")
+(False, True)
+
+Equations are equal up to a constant factor. Variables are real: what counts is where both sides have real values.
+>>> same("2x - y + 1 = 0", "y = 2x + 1"), same(r"\sqrt{x^2}", "|x|"), same(r"\sqrt{x^2}", "x")
+(True, True, False)
+
+A ratio is its quotient. A number with a base subscript equals only the same digits in the same base.
+>>> same("6:8", "3:4"), same("1:2:3", "2:4:6"), same("12:00", "1:00"), same("52_8", "52_{8}"), same("52_8", "42")
+(True, True, False, True, False)
+
+Text is compared without wrappers, case, spaces and the final full stop; two bare words are words, not products of letters.
+>>> same(r"\text{Evelyn}", "evelyn"), same(r"\textbf{(B)}", "B"), same("Yes", r"\text{no}"), same("no", "on")
+(True, True, False, False)
+
+Left out: no language model as judge; no decimal comma; no prose ("the sum is negative"); no renaming of parameters (kπ is not nπ);
+no conversion of units; integrals, limits, piecewise functions and ellipses inside sums are compared as text only. \log is \ln.
+Conditions at the end ("where k is an integer", "for all x") are not compared.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -83,7 +139,16 @@ THINKING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<thinking>
 BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 BARE_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")  # after `\boxed 5`
 BLANK = r"(?:\s|\\[,;:!()\[\]]|\\q?quad\b|[$*]|\\text\s*\{\s*\})*"
-BOX_SEPARATOR = re.compile(rf"{BLANK}(?:[,;]{BLANK})?(?:(?:\\text\s*\{{\s*,?\s*(?:and|or)\s*\}}|\b(?:and|or)\b){BLANK})?")
+BOX_SEPARATOR = re.compile(
+    rf"{BLANK}(?:[,;]{BLANK})?(?:(?:\\text\s*\{{\s*,?\s*(?:and|or)\s*\}}|\b(?:and|or)\b){BLANK})?"
+)
+
+
+UNBOXED = [
+    re.compile(r"<answer>\s*(.*?)\s*</answer>", re.DOTALL),
+    re.compile(r"(?:answer\W{0,5}(?:is|:)|####)[\s*:]*(?:the final answer is)?\s*(?:\\\(|\\\[|\$+)?\s*(.+?)\s*(?:\\\)|\\\]|\$|\.?\s*\n|\.?\s*$|\. )", re.IGNORECASE),
+    re.compile(r"(?:\$|\\\(|\\\[)\s*([^$]+?)\s*(?:\$|\\\)|\\\])"),
+]  # fmt: skip
 
 
 def _closing_brace(text: str, start: int) -> int:
@@ -112,19 +177,25 @@ def _read_box(text: str, start: int) -> tuple[str, int] | None:
     return (bare[0], bare.end()) if bare else None
 
 
-def extract_answer(completion: str) -> str | None:
+def extract_answer(completion: str, lenient: bool = False) -> str | None:
     r"""The content of the last box after the end of the thinking section, or None. Linear in the text.
 
-    No answer: no box, a last box that never closes, thinking that never ends.
-    Boxes with only a comma, "and" or "or" between them are one answer.
+    No answer: no box, a last box that never closes, thinking that never ends. Boxes with only a comma, "and" or "or" between
+    them are one answer. `lenient` is for evaluating models that were never asked for a box: where there is none it takes what
+    follows "answer is", "Answer:" or "####", else the last formula. It reads prose, so it is not for training.
 
     >>> extract_answer(r"First \boxed{5}, no: \boxed{7}."), extract_answer(r"\boxed{3}, \boxed{5} and $\boxed{7}$")
     ('7', '3, 5, 7')
     >>> extract_answer(r"<think> \boxed{5} </think> I give up."), extract_answer(r"\boxed 5")
     (None, '5')
+    >>> extract_answer("So the answer is $12$."), extract_answer("So the answer is $12$.", lenient=True)
+    (None, '12')
     """
     start = 0
-    for opening, closing in THINKING_MARKS:  # chat templates may open the section in the prompt: the closing mark is enough
+    for (
+        opening,
+        closing,
+    ) in THINKING_MARKS:  # chat templates may open the section in the prompt: the closing mark is enough
         end = completion.rfind(closing)
         if completion.rfind(opening) > end:
             return None
@@ -147,7 +218,10 @@ def extract_answer(completion: str) -> str | None:
             content = content.replace("\\\\", "\\")
         contents.append(content.strip())
         next_start = match.start()
-    return ", ".join(dict.fromkeys(reversed(contents))) if contents else None
+    if contents or not lenient:
+        return ", ".join(dict.fromkeys(reversed(contents))) if contents else None
+    found = [m for pattern in UNBOXED if (m := pattern.findall(completion[start:][-MAX_ANSWER_CHARS:]))]
+    return found[0][-1].strip(" *.$\n") if found else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -199,7 +273,7 @@ UNICODE |= {c: f"\\{name} " for c, name in zip("αβγδεζηθικλμνξρσ
 
 FUNCTIONS = {
     "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "ln", "log", "lg", "exp",
-    "sqrt", "abs", "floor", "ceil", "min", "max", "gcd", "lcm", "binom", "factorial", "cbrt", "arcsinh", "arccosh", "arctanh",
+    "sqrt", "abs", "floor", "ceil", "min", "max", "binom", "factorial", "cbrt", "arcsinh", "arccosh", "arctanh",
 }  # fmt: skip
 ALIASES = {
     "asin": "arcsin", "acos": "arccos", "atan": "arctan", "cosec": "csc", "tg": "tan", "ctg": "cot", "arctg": "arctan",
@@ -216,7 +290,18 @@ SPACING = {
     "left", "right", "big", "Big", "bigg", "Bigg", "bigl", "bigr", "Bigl", "Bigr", "displaystyle", "textstyle", "limits",
     "nolimits", "quad", "qquad", "thinspace", "enspace", "mathstrut", "hfill", "middle",
 }  # fmt: skip
-WRAPPERS = {"overline", "vec", "hat", "bar", "angle", "triangle", "measuredangle", "overrightarrow", "widehat", "operatorname"}
+WRAPPERS = {
+    "overline",
+    "vec",
+    "hat",
+    "bar",
+    "angle",
+    "triangle",
+    "measuredangle",
+    "overrightarrow",
+    "widehat",
+    "operatorname",
+}
 TEXT_COMMANDS = r"text|mbox|hbox|textbf|textit|textrm|textsf|texttt|textnormal|mathrm|mathbf|mathit|mathsf|rm|bf|boldsymbol|operatorname|mathcal|emph|bold|pmb"
 UNITS = set(
     "cm mm km dm ft inch inches foot feet mi mile miles yd yard yards meter meters metre metres centimeter centimeters "
@@ -256,8 +341,12 @@ INTEGER_PARAMETER = re.compile(  # … , k ∈ ℤ
 )
 CONDITION = re.compile(r"(?:for\s+(?:all|any|every|each|some|integers?)|where|in\s+general)\b")
 SEPARATOR = re.compile(r",?\s*(?:and|or)\s*,?")
-INLINE = re.compile(r"[-+]?\s*[\d.,/%()\s]*\d[\d.,/%()\s]*(?:[A-Za-z\s]*)|\(?\s*[A-Za-z]\s*\)?(?:\s*,\s*[A-Za-z])*[.:]?|\W*")
-LEAD_IN = re.compile(r"(?:so|thus|hence|therefore)?,?\s*(?:the\s+)?(?:final\s+)?answer\s*(?:is|:|=)\s*:?\s*", re.IGNORECASE)
+INLINE = re.compile(
+    r"[-+]?\s*[\d.,/%()\s]*\d[\d.,/%()\s]*(?:[A-Za-z\s]*)|\(?\s*[A-Za-z]\s*\)?(?:\s*,\s*[A-Za-z])*[.:]?|\W*"
+)
+LEAD_IN = re.compile(
+    r"(?:so|thus|hence|therefore)?,?\s*(?:the\s+)?(?:final\s+)?answer\s*(?:is|:|=)\s*:?\s*", re.IGNORECASE
+)
 
 
 def clean(text: str) -> str:
@@ -266,6 +355,7 @@ def clean(text: str) -> str:
         text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ]+", lambda m: "^{" + "".join(SUPERSCRIPTS[c] for c in m[0]) + "}", text)
         text = re.sub("[₀₁₂₃₄₅₆₇₈₉ₙ]+", lambda m: "_{" + "".join(SUBSCRIPTS[c] for c in m[0]) + "}", text)
         text = "".join(UNICODE.get(c, c) for c in text)
+    text = re.sub(rf"(\\(?:{TEXT_COMMANDS})\s*\{{[^{{}}]*)\\(?:{TEXT_COMMANDS})\s*\{{([^{{}}]*)\}}", r"\1\2", text)
     text = re.sub(r"\\\$|\$|\\[()\[\]]|[£€¥]|^\*\*|\*\*$|<br>|^\s*\\\\", " ", text)
     text = re.sub(r"(?<=\d)(?:,\s*\\!\s*|\{,\}|\\[!,]\s*)(?=\d)", "", text)  # 10,\!080  1{,}024  2\,0\,4
     text = re.sub(r"(?<![\d.,])(\d{1,3})((?: \d{3})+)(?!\d|\s*/)", lambda m: m[0].replace(" ", ""), text)  # 1 000
@@ -302,6 +392,8 @@ def tokenize(text: str, thousands: bool) -> list[tuple[str, str]]:
                 tokens.append(("op", "or" if "or" in inner else "and"))
             elif CONDITION.match(inner) and depth == 0:
                 break
+            elif inner.endswith((" and", " or")):
+                tokens += [("text", inner.rpartition(" ")[0]), ("op", inner.rpartition(" ")[2])]
             elif len(inner) < 100 and INLINE.fullmatch(inner):
                 tokens += tokenize(inner, thousands and depth == 0)
             elif ALIASES.get(inner, inner) in FUNCTIONS and not (inner == "min" and tokens and tokens[-1][0] == "num"):
@@ -321,7 +413,11 @@ def tokenize(text: str, thousands: bool) -> list[tuple[str, str]]:
                 kind = "op"
         if kind == "newline":
             kind = "op"
-        value = "dots" if value.startswith("...") else {"\\|": "|", "**": "^", "==": "=", ":=": "=", "\\%": "%", "\\&": "and"}.get(value, value)
+        value = (
+            "dots"
+            if value.startswith("...")
+            else {"\\|": "|", "**": "^", "==": "=", ":=": "=", "\\%": "%", "\\&": "and"}.get(value, value)
+        )
         if kind == "op" and value in ("(", "[", "\\{"):
             depth += 1
         elif kind == "op" and value in (")", "]", "\\}"):
@@ -489,7 +585,11 @@ class Parser:
     def plain_words(self) -> bool:
         """Do only words follow, as in `7 apples`?"""
         rest = self.tokens[self.position : self.tokens.index(("end", ""))]
-        return 0 < len(rest) <= 3 and all(k == "word" and len(v) > 2 and not is_known(v) for k, v in rest) and len(rest[0][1]) > 3
+        return (
+            0 < len(rest) <= 3
+            and all(k == "word" and len(v) > 2 and not is_known(v) for k, v in rest)
+            and len(rest[0][1]) > 3
+        )
 
     def units(self, value: tuple) -> tuple:
         """The words after a value: a unit, which is not compared with a bare number, or a factor (`5 million`)."""
@@ -501,7 +601,13 @@ class Parser:
             elif token == "^" and words and (power := self.peek(1)[1] if self.peek(1)[0] == "num" else None):
                 words.append(power)
                 self.position += 1
-            elif token == "^" and words and self.peek(1)[1] == "{" and self.peek(2)[0] == "num" and self.peek(3)[1] == "}":
+            elif (
+                token == "^"
+                and words
+                and self.peek(1)[1] == "{"
+                and self.peek(2)[0] == "num"
+                and self.peek(3)[1] == "}"
+            ):
                 words.append(self.peek(2)[1])
                 self.position += 3
             elif token in ("*", "/") and words and self.peek(1)[0] in ("text", "word"):
@@ -551,8 +657,6 @@ class Parser:
         if len(terms) == 1:
             return terms[0]
         if any(t[0] in NOT_SCALAR for t in terms):
-            if all(t[0] == "matrix" for t in terms):
-                return add_matrices(terms)
             raise NotMath
         return ("add", *terms)
 
@@ -585,11 +689,18 @@ class Parser:
     def starts_factor(self) -> bool:
         kind, value = self.peek()
         if kind == "word":
-            return value not in UNITS and (len(value) <= 3 or is_known(value)) and not (
-                value == "U" and self.peek(1)[1] in ("(", "[", "\\{")
+            return (
+                value.lower() not in UNITS
+                and (len(value) <= 3 or is_known(value))
+                and not (value == "U" and self.peek(1)[1] in ("(", "[", "\\{"))
             )
         if kind == "cmd":
-            return is_known(value) or value in GREEK or value in ("begin", "sum", "prod", "frac", "lfloor", "lceil") or value in WRAPPERS
+            return (
+                is_known(value)
+                or value in GREEK
+                or value in ("begin", "sum", "prod", "frac", "lfloor", "lceil")
+                or value in WRAPPERS
+            )
         if value == "|":
             return not self.bars
         return kind == "num" or value in ("(", "[", "{", "\\{")
@@ -637,7 +748,11 @@ class Parser:
             return times(base, ("deg",))
         if self.accept("'"):
             return ("sym", base[1] + "'") if base[0] == "sym" else self.fail()
-        if self.peek()[1] == "{" and self.peek(2)[1] == "}" and self.peek(1)[1] in ("circ", "'", "th", "st", "nd", "rd"):
+        if (
+            self.peek()[1] == "{"
+            and self.peek(2)[1] == "}"
+            and self.peek(1)[1] in ("circ", "'", "th", "st", "nd", "rd")
+        ):
             mark = self.peek(1)[1]
             self.position += 3
             if mark == "'":
@@ -791,7 +906,9 @@ class Parser:
 
     def subscript(self, name: str) -> tuple:
         braces = self.accept("{")
-        if self.peek()[1] in set("ijkmnpqr") and (not braces or self.peek(1)[1] == "}"):  # a_k: an argument, like a_{k+1}
+        if self.peek()[1] in set("ijkmnpqr") and (
+            not braces or self.peek(1)[1] == "}"
+        ):  # a_k: an argument, like a_{k+1}
             node = ("app", name + "_", self.symbol(self.next()[1]))
             return node if not braces or self.expect("}") else self.fail()
         if not braces:
@@ -878,7 +995,7 @@ class Parser:
             node = ("pow", node[2], ("num", Fraction(1, 3)))
         elif name == "exp":
             node = ("pow", ("e",), node[2])
-        if len(node) != 3 and node[0] == "fn" and name not in ("min", "max", "gcd", "lcm", "binom"):
+        if len(node) != 3 and node[0] == "fn" and name not in ("min", "max", "binom"):
             raise NotMath
         return node if power is None else ("pow", node, power)
 
@@ -935,8 +1052,10 @@ class Parser:
 
 
 def is_known(word: str) -> bool:
-    return word in FUNCTIONS or word in ("pi", "infty", "emptyset", "frac", "langle", "sum", "prod", "lfloor", "lceil") or (
-        len(word) > 2 and word in GREEK
+    return (
+        word in FUNCTIONS
+        or word in ("pi", "infty", "emptyset", "frac", "langle", "sum", "prod", "lfloor", "lceil")
+        or (len(word) > 2 and word in GREEK)
     )
 
 
@@ -956,12 +1075,6 @@ def mixed_number(whole: tuple, top: Fraction, bottom: Fraction) -> tuple:
     if top >= bottom:  # 4 10/3 is no mixed number
         raise NotMath
     return ("num", whole[1] + top / bottom)
-
-
-def add_matrices(matrices: list[tuple]) -> tuple:
-    if len({tuple(map(len, m[1:])) for m in matrices}) != 1:
-        raise NotMath
-    return ("matrix", *(tuple(("add", *cells) for cells in zip(*rows)) for rows in zip(*(m[1:] for m in matrices))))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1049,8 +1162,6 @@ def rational_function(name: str, values: list[Fraction]) -> Fraction | None:
         return min(values) if name == "min" else max(values)
     if len(integers) != len(values):
         return None
-    if name in ("gcd", "lcm"):
-        return Fraction(math.gcd(*integers) if name == "gcd" else math.lcm(*integers))
     if name == "factorial":
         if not 0 <= x <= 10_000:
             raise TooLarge
@@ -1105,13 +1216,11 @@ def residue(node: tuple, trial: int, modulus: int = P) -> int:
         return residue_power(node[1], node[2], trial, modulus)
     if kind == "fn" and node[1] in TRIG | {"sinh", "cosh", "tanh"} and modulus == P:
         return residue_trig(node[1], node[2], trial)
-    if kind == "fn" and node[1] == "ln" and (value := rational(node[2])) is not None and value > 0:
-        return residue_log(value, modulus)
     if kind == "fn":
         values = [residue(part, trial, modulus) for part in node[2:]]
         if node[1] == "abs":
             values = [min(values[0], modulus - values[0])]  # |-x| = |x|
-        return draw(modulus, node[1], *(sorted(values) if node[1] in ("min", "max", "gcd", "lcm") else values))
+        return draw(modulus, node[1], *(sorted(values) if node[1] in ("min", "max") else values))
     if kind == "app":
         return draw(modulus, node[0], node[1], *(residue(part, trial, modulus) for part in node[2:]))
     if kind in ("sum", "prod"):
@@ -1122,28 +1231,15 @@ def residue(node: tuple, trial: int, modulus: int = P) -> int:
 
 
 def residue_power(base: tuple, exponent: tuple, trial: int, modulus: int) -> int:
-    power = rational(exponent)
-    if power is None and base == ("e",) and modulus == P:
-        if count(exponent, "pi") and count(exponent, "i"):
-            raise NotMath
-        return pow(H, residue(exponent, trial, Q), P)
-    value = residue(base, trial, modulus)
-    if power is not None:  # x^(7/3) = x^2 times the cube root of x
+    """x^(7/3) is x^2 times an unknown, the cube root of x; b^u is h^u, with an unknown h for each base and e = H."""
+    power, value = rational(exponent), residue(base, trial, modulus)
+    if power is not None:
         whole, rest = divmod(power.numerator, power.denominator)
         root = draw(modulus, "root", power.denominator, value) if rest else 1
         return pow(value, whole, modulus) * pow(root, rest, modulus) % modulus
-    if modulus != P:
-        return draw(modulus, "power", value, residue(exponent, trial, modulus))
-    at_zero = exponent  # 2^(k+3) = 2^3 times an unknown to the power k
-    for name in symbols(exponent):
-        at_zero = substitute(at_zero, name, ("num", Fraction(0)))
-    try:
-        whole = rational(at_zero)
-    except Undefined:
-        whole = None
-    whole = int(whole) if whole is not None and whole.denominator == 1 else 0
-    rest = (residue(exponent, trial, Q) - whole) % Q
-    return pow(value, whole, P) * pow(H, draw(Q, "base", value) * rest, P) % P
+    if modulus != P or (count(exponent, "pi") and count(exponent, "i")):  # e^(iπ) = -1 is not known here
+        raise NotMath
+    return pow(H, (1 if base == ("e",) else draw(Q, "base", value)) * residue(exponent, trial, Q), P)
 
 
 def residue_trig(name: str, angle: tuple, trial: int) -> int:
@@ -1168,19 +1264,6 @@ def residue_trig(name: str, angle: tuple, trial: int) -> int:
     top, bottom = {"sin": (sine, 1), "cos": (cosine, 1), "tan": (sine, cosine), "cot": (cosine, sine), "sec": (1, cosine),
                    "csc": (1, sine)}[name.removesuffix("h")]  # fmt: skip
     return top * pow(bottom, -1, P) % P
-
-
-def residue_log(value: Fraction, modulus: int) -> int:
-    """log 12 = 2 log 2 + log 3, with an unknown for the logarithm of each prime."""
-    total = 0
-    for n, sign in ((value.numerator, 1), (value.denominator, -1)):
-        for factor in itertools.chain((2,), range(3, 1_000, 2)):
-            while n % factor == 0:
-                total, n = total + sign * draw(modulus, "log", factor), n // factor
-            if factor * factor > n:
-                break
-        total += sign * draw(modulus, "log", n) if n > 1 else 0
-    return total % modulus
 
 
 def is_rational_function(node: tuple) -> bool:
@@ -1271,8 +1354,6 @@ def function_value(name: str, values: list, mp):
         if any(mp.im(v) != 0 for v in values):
             raise Undefined
         return min(values) if name == "min" else max(values)
-    if name in ("gcd", "lcm"):
-        raise NotMath
     short = {"arcsin": "asin", "arccos": "acos", "arctan": "atan", "arccot": "acot", "arcsec": "asec", "arccsc": "acsc",
              "arcsinh": "asinh", "arccosh": "acosh", "arctanh": "atanh", "abs": "fabs"}  # fmt: skip
     return getattr(mp, short.get(name, name))(x)
@@ -1379,68 +1460,7 @@ def proved(a: tuple, b: tuple) -> bool:
             continue
         except NotMath:
             break
-    if not symbols(a) | symbols(b) and (bound := separation(("add", a, negative(b)))) is not None:
-        if bound > 30_000:
-            return False
-        digits = int(bound * 0.302) + 40
-        x, y = value_at(a, {}, digits), value_at(b, {}, digits)
-        return x is not None and y is not None and abs(x - y) < _local.mp.mpf(2) ** -int(bound)
     return proved_by_sympy(a, b)
-
-
-def separation(node: tuple) -> float | None:
-    """Bits of precision at which a zero of this constant is a proof, or None if it is not built from roots and rational angles.
-
-    The bound of Burnikel, Funke, Mehlhorn, Schirra and Schmitt: node = U/L with algebraic integers whose conjugates are at
-    most u and l; if it is not zero then |node| ≥ 1 / (u^(D-1) l), where D is the degree, at most the product of all roots.
-    """
-    roots: set[tuple] = set()
-    angles = [1]
-
-    def walk(part: tuple) -> tuple[float, float]:  # (log2 u, log2 l)
-        kind = part[0]
-        if kind == "num":
-            return math.log2(abs(part[1].numerator) or 1), math.log2(part[1].denominator)
-        if kind == "i":
-            angles.append(2)
-            return 0.0, 0.0
-        if kind == "mul":
-            pairs = [walk(p) for p in part[1:]]
-            return sum(p[0] for p in pairs), sum(p[1] for p in pairs)
-        if kind == "add":
-            pairs = [walk(p) for p in part[1:]]
-            bottom = sum(p[1] for p in pairs)
-            return max(p[0] + bottom - p[1] for p in pairs) + math.log2(len(pairs)), bottom
-        if kind == "div":
-            (a, b), (c, d) = walk(part[1]), walk(part[2])
-            return a + d, b + c
-        if kind == "pow" and (exponent := rational(part[2])) is not None:
-            u, l = walk(part[1])
-            if exponent < 0:
-                u, l = l, u
-            u, l, k = u * abs(exponent.numerator), l * abs(exponent.numerator), exponent.denominator
-            if k == 1:
-                return u, l
-            roots.add((part[1], k))
-            return ((u + l * (k - 1)) / k, l) if u >= l else (u, (u * (k - 1) + l) / k)
-        if kind == "fn" and part[1] in TRIG:
-            turn = rational(substitute(part[2], ("pi",), ONE))
-            twice = rational(substitute(part[2], ("pi",), ("num", Fraction(2))))
-            if turn is None or twice != 2 * turn:  # not a rational multiple of π
-                raise NotMath
-            angles.append(turn.denominator)
-            u = {"sin": (1.0, 1.0), "cos": (1.0, 1.0)}.get(part[1], (2.0, 2.0 * turn.denominator))
-            return u
-        if kind == "fn" and part[1] == "abs":
-            return walk(part[2])
-        raise NotMath
-
-    try:
-        u, l = walk(node)
-    except NotMath:
-        return None
-    degree = math.prod(k for _, k in roots) * 2 * math.lcm(*angles)
-    return (degree - 1) * max(u, 0.0) + l + 2 * u + 64
 
 
 def proved_by_sympy(a: tuple, b: tuple) -> bool:
@@ -1469,9 +1489,11 @@ def proved_by_sympy(a: tuple, b: tuple) -> bool:
         if kind == "div":
             return build(node[1]) / build(node[2])
         if kind == "pow":
-            exponent = rational(node[2])
-            if exponent is not None and abs(exponent) > 64 and not rational(node[1]):
+            base, exponent = rational(node[1]), rational(node[2])
+            if base is None and exponent is not None and abs(exponent) > 64:
                 raise TooLarge  # expanding it would take for ever
+            if base is not None and base < 0 and odd_root(node[2]) is not None:
+                return (-1) ** (exponent.numerator % 2) * sympy.Pow(-build(node[1]), build(node[2]))
             return sympy.Pow(build(node[1]), build(node[2]))
         if kind == "fn":
             table = {
@@ -1590,7 +1612,11 @@ def same(a: tuple, b: tuple) -> bool:
         return a[2] == b[2] and same(a[1], b[1])
     a, b = (n[1] if n[0] == "unit" else n for n in (a, b))
     kinds = {a[0], b[0]}
-    if kinds & {"interval", "union", "minus", "where", "reals", "and"} or (is_inequality(a) or is_inequality(b)) or "in" in statement_operators(a, b):
+    if (
+        kinds & {"interval", "union", "minus", "where", "reals", "and"}
+        or (is_inequality(a) or is_inequality(b))
+        or "in" in statement_operators(a, b)
+    ):
         return same_sets(a, b)
     if "rel" in kinds:
         return same_statements(a, b)
@@ -1610,7 +1636,9 @@ def statement_operators(*nodes: tuple) -> set[str]:
 
 def is_inequality(node: tuple) -> bool:
     if node[0] == "or":
-        return all(is_inequality(n) or n[0] in SETS or (n[0] == "rel" and n[1] == ("=",)) for n in node[1:]) and any(map(is_inequality, node[1:]))
+        return all(is_inequality(n) or n[0] in SETS or (n[0] == "rel" and n[1] == ("=",)) for n in node[1:]) and any(
+            map(is_inequality, node[1:])
+        )
     return node[0] == "rel" and bool(set(node[1]) & {"<", ">", "<=", ">=", "!="})
 
 
@@ -1825,20 +1853,12 @@ def solve(operators: tuple[str, ...], sides: tuple[tuple, ...]) -> tuple[tuple |
     if any(s[0] in NOT_SCALAR for s in sides) or len(sides) > 3:
         return None
     if len(sides) == 3:
-        upward = set(operators) <= {"<", "<="}
-        if not upward and not set(operators) <= {">", ">="}:
-            return None
-        first, second = solve(operators[:1], sides[:2]), solve(operators[1:], sides[1:])
-        if first is None or second is None or first[0] != second[0] or len(first[1]) != 1 or len(second[1]) != 1:
-            return None
-        p, q = first[1][0], second[1][0]
-        low, high = (p, q) if p[2] == ("inf", 1) else (q, p)
-        if low[2] != ("inf", 1) or high[0] != ("inf", -1):
-            return None
-        return first[0], [(low[0], low[1], high[2], high[3])]
+        return real_set(("and", ("rel", operators[:1], sides[:2]), ("rel", operators[1:], sides[1:])))
     left, right = sides
     unknowns = symbols(left) ^ symbols(right) if "inf" not in (left[0], right[0]) else symbols(left) | symbols(right)
-    unknown = next((s for s in sides if s[0] == "sym" and s in unknowns), None) or (unknowns.pop() if len(unknowns) == 1 else None)
+    unknown = next((s for s in sides if s[0] == "sym" and s in unknowns), None) or (
+        unknowns.pop() if len(unknowns) == 1 else None
+    )
     if unknown is None:
         return None
     operator = operators[0]
@@ -1873,7 +1893,11 @@ def intersection(xs: list[tuple], ys: list[tuple]) -> list[tuple]:
         low, high = (x if ends[0] > ends[1] else y), (x if ends[2] < ends[3] else y)
         low_in = x[1] and y[1] if same(x[0], y[0]) else low[1]
         high_in = x[3] and y[3] if same(x[2], y[2]) else high[3]
-        if place(low[0]) < place(high[2]) and not same(low[0], high[2]) or (low_in and high_in and same(low[0], high[2])):
+        if (
+            place(low[0]) < place(high[2])
+            and not same(low[0], high[2])
+            or (low_in and high_in and same(low[0], high[2]))
+        ):
             pieces.append((low[0], low_in, high[2], high_in))
     return pieces
 
@@ -1946,7 +1970,11 @@ def is_readable(reference: str) -> bool:
     if len(reference) > MAX_ANSWER_CHARS:
         return False
     try:
-        return any(map(str.isalnum, reference)) and any(map(str.isalnum, plain_text(reference))) or read(reference) is not None
+        return (
+            any(map(str.isalnum, reference))
+            and any(map(str.isalnum, plain_text(reference)))
+            or read(reference) is not None
+        )
     except TooLarge:
         return False
 
@@ -1969,7 +1997,16 @@ def is_correct(answer: str | None, reference: str) -> Verdict:
         return Verdict(False, "too large", answer)
     except OutOfTime:
         return Verdict(False, "timeout", answer)
-    except (NotMath, Undefined, ZeroDivisionError, ValueError, ArithmeticError, TypeError, AttributeError, NotImplementedError):
+    except (
+        NotMath,
+        Undefined,
+        ZeroDivisionError,
+        ValueError,
+        ArithmeticError,
+        TypeError,
+        AttributeError,
+        NotImplementedError,
+    ):
         return Verdict(False, "not proven", answer)
     if equal:
         return Verdict(True, "equal", answer)
@@ -2078,7 +2115,9 @@ def _judge(pairs: list[tuple[str, str]], workers: int, timeout: float) -> list[V
             lines = _receive(worker) if worker["process"].stdout in readable else []
             if lines is None or (not lines and time.monotonic() > worker["deadline"]):
                 if not worker["ready"]:
-                    raise RuntimeError("A worker of reward.py did not start: run `python reward.py --worker` to see why.")
+                    raise RuntimeError(
+                        "A worker of reward.py did not start: run `python reward.py --worker` to see why."
+                    )
                 if lines is None and worker["row"] not in tried:  # it may have been killed for another reason
                     tried.add(worker["row"])
                     waiting.appendleft(worker["row"])
@@ -2165,7 +2204,9 @@ def overlong_penalty(length: int, max_length: int, buffer: int, penalty: float =
     >>> [overlong_penalty(length, max_length=100, buffer=20) for length in (50, 80, 90, 100, 110)]
     [0.0, 0.0, -0.5, -1.0, -1.0]
     """
-    assert 0 < buffer <= max_length, f"The overlong buffer {buffer} must lie between 1 and the maximal length {max_length}."
+    assert 0 < buffer <= max_length, (
+        f"The overlong buffer {buffer} must lie between 1 and the maximal length {max_length}."
+    )
     return -penalty * min(max(length - (max_length - buffer), 0) / buffer, 1.0)
 
 
@@ -2239,12 +2280,16 @@ def explain(completion: str, reference: str) -> None:
         except TooLarge:
             print(f"{name:<12}too large to parse")
             continue
-        print(f"{name:<12}parsed: {node if node is not None else 'no mathematics, compared as text ' + repr(plain_text(text))}")
+        print(
+            f"{name:<12}parsed: {node if node is not None else 'no mathematics, compared as text ' + repr(plain_text(text))}"
+        )
     print(f"verdict     {is_correct(answer, reference)}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", metavar="FILE", help='print the verdicts of a JSONL file of {"gold": …, "pred": …}')
     parser.add_argument("--explain", nargs=2, metavar=("COMPLETION", "REFERENCE"), help="print one case step by step")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)

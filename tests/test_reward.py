@@ -170,7 +170,8 @@ yes ; \text{Yes} ; Yes.
 \frac{6^6-5^6}{6^5}\approx 3.99 ; \frac{31031}{7776}
 """.strip()
 EQUAL_CLASSES = [
-    [side.strip() for side in line.split(" ; ") if not side.endswith("wrong") and side != r"\boxed"] for line in EQUAL.splitlines()
+    [side.strip() for side in line.split(" ; ") if not side.endswith("wrong") and side != r"\boxed"]
+    for line in EQUAL.splitlines()
 ]
 
 UNEQUAL = r"""

@@ -1,6 +1,6 @@
 """What a policy or a stray file could throw at the grader: properties on random input, code payloads, bombs, from threads.
 
-    pytest tests/test_reward_attacks.py
+pytest tests/test_reward_attacks.py
 """
 
 import json
@@ -130,7 +130,7 @@ PAYLOADS = [
     "[__import__('os').system('touch PWNED'),0]",
     "open('PWNED','w').write('x') or 0",
     "exec(\"open('PWNED','w')\") or 0",
-    "eval('open(\"PWNED\",\"w\")')",
+    'eval(\'open("PWNED","w")\')',
     "(lambda: open('PWNED','w'))()",
     "().__class__.__bases__[0].__subclasses__()",
     "Symbol('x').func(open('PWNED','w'))",
@@ -180,7 +180,12 @@ def test_payloads_are_neither_run_nor_paid(tmp_path):
     script = tmp_path / "audit.py"
     script.write_text(AUDIT.replace("\\\\\\\\", "\\\\"))
     result = subprocess.run(
-        [sys.executable, script, ROOT], input=json.dumps(payloads), capture_output=True, text=True, cwd=tmp_path, timeout=120
+        [sys.executable, script, ROOT],
+        input=json.dumps(payloads),
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=120,
     )
     assert result.returncode == 0, result.stderr
     seen, paid, exists = json.loads(result.stdout)
@@ -252,7 +257,11 @@ def test_bombs_from_a_thread_stay_inside_time_and_memory(tmp_path):
     script = tmp_path / "measure.py"
     script.write_text(MEASURE)
     result = subprocess.run(
-        [sys.executable, script, ROOT], input=json.dumps([BOMBS, REFERENCES]), capture_output=True, text=True, timeout=300
+        [sys.executable, script, ROOT],
+        input=json.dumps([BOMBS, REFERENCES]),
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert result.returncode == 0, result.stderr
     results, megabytes = json.loads(result.stdout)

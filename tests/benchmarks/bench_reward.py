@@ -60,7 +60,9 @@ def measure(grader: str, data: Path) -> None:
 
 
 def print_table(measured: dict[str, dict]) -> None:
-    print(f"{'file':<28}{'grader':<13}{'free':>6}{'FP':>4}{'FN':>4}{'all':>8}{'FP':>4}{'median ms':>11}{'p99 ms':>9}{'max ms':>9}")
+    print(
+        f"{'file':<28}{'grader':<13}{'free':>6}{'FP':>4}{'FN':>4}{'all':>8}{'FP':>4}{'median ms':>11}{'p99 ms':>9}{'max ms':>9}"
+    )
     for name in FILES:
         for grader, results in measured.items():
             rows = results[name]
@@ -78,8 +80,12 @@ def print_table(measured: dict[str, dict]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data", help="folder with verifier_*.jsonl")
-    parser.add_argument("--other-python", default=sys.executable, help="interpreter of the environment that has Math-Verify")
+    parser.add_argument(
+        "--data", type=Path, default=ROOT.parent / "shared" / "data", help="folder with verifier_*.jsonl"
+    )
+    parser.add_argument(
+        "--other-python", default=sys.executable, help="interpreter of the environment that has Math-Verify"
+    )
     parser.add_argument("--measure", choices=("reward.py", "Math-Verify"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
