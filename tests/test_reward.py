@@ -2,7 +2,7 @@
 
     pytest tests/test_reward.py
 
-Expected verdicts come from mathematics; the corpus lies beside the project in ../shared/data and is skipped where absent.
+Expected verdicts come from mathematics. The corpus lies beside the project in ../shared/data and is skipped where absent.
 """
 
 import collections
@@ -103,7 +103,7 @@ EQUAL = r"""
 -5 ; −5 ; -5.0 ; -\frac{10}{2} ; \frac{-10}{2} ; -(5)
 \frac{1}{2} ; 1/2 ; 0.5 ; .5 ; \frac12 ; \dfrac{2}{4} ; ½ ; 2^{-1} ; 50\% ; \frac{1}{2}\text{ meters} ; k=\frac12
 \frac{1}{3} ; 0.\overline{3} ; \frac{100}{300}
-1 ; 0.\overline{9} ; \frac{3}{3} ; \sin^2 x+\cos^2 x ; \sqrt[3]{2+\sqrt5}+\sqrt[3]{2-\sqrt5}
+1 ; 0.\overline{9} ; \frac{3}{3} ; \sin^2 x+\cos^2 x
 918\frac{1}{2} ; 918.5 ; 918 1/2 ; \frac{1837}{2}
 \sqrt{8} ; 2\sqrt{2} ; 2\sqrt2 ; 8^{1/2} ; √8 ; 2*sqrt(2) ; \frac{4}{\sqrt2}
 \frac{\sqrt{6}-\sqrt{2}}{4} ; \sin 15^\circ ; \cos 75^\circ ; \sin\frac{\pi}{12}
@@ -150,7 +150,8 @@ F_n=\sum_{k=0}^{n-1} F_k F_{n-k-1} ; F_n=\sum_{j=0}^{n-1} F_{n-j-1} F_j
 x<1 \text{ or } x\ge 3 ; (-\infty,1)\cup[3,\infty)
 \mathbb{R} ; (-\infty,\infty) ; \text{all real numbers}
 \emptyset ; \varnothing ; \{\} ; \text{no solution}
-\begin{pmatrix}1&2\\3&4\end{pmatrix} ; \begin{bmatrix}1&2\\3&4\end{bmatrix} ; \left[\begin{array}{cc}1 & 2 \\3 & 4\end{array}\right]
+\begin{pmatrix}1&2\\3&4\end{pmatrix} ; \begin{bmatrix}1&2\\3&4\end{bmatrix} ; [[1,2],[3,4]]
+\begin{pmatrix}1&2\\3&4\end{pmatrix} ; \left[\begin{array}{cc}1 & 2 \\3 & 4\end{array}\right]
 \begin{pmatrix}1/2\\1\end{pmatrix} ; \frac12\begin{pmatrix}1\\2\end{pmatrix} ; (0.5,1)
 y=2x+1 ; 2x-y+1=0 ; 4x-2y+2=0
 y=2x+1 ; 2x+1 ; f(x)=2x+1
@@ -175,7 +176,9 @@ EQUAL_CLASSES = [
 ]
 
 UNEQUAL = r"""
-42 ; 41 ; 42.0000001 ; \pm 42 ; 42,42 ; 42 \text{ and } 42 ; 41=42 ; 42=41 ; x>41 ; 0<x<100 ; \{42\} ; 42! ; 42i ; 42x ; 42_5 ; 4242 ; 4 2 ; 42 \text{ or } 43 ; 42\text{ is wrong} ; \text{at least } 42 ; 42 \text{ million} ; \infty ; ? ; \text{gold} ; 42\%\% ; -42
+42 ; 41 ; 42.0000001 ; \pm 42 ; 42,42 ; 42 \text{ and } 42 ; 41=42 ; 42=41 ; x>41 ; 0<x<100 ; \{42\} ; 42! ; 42i ; 42x
+42 ; 42_5 ; 4242 ; 4 2 ; 42 \text{ or } 43 ; 42\text{ is wrong} ; \text{at least } 42 ; 42 \text{ million} ; \infty ; ?
+42 ; \text{gold} ; 42\%\% ; -42 ; 42' ; {41,42} ; 42\text{ or }42 ; 40<x<44 ; \sqrt{42} ; x=42 \text{ or } x=7
 1/2004! ; 1/2006!
 1/2^{99} ; 1/2^{98}
 0.0000001 ; 0.0000002
@@ -329,12 +332,12 @@ def test_a_killed_worker_is_replaced_and_costs_no_verdict():
 
 
 def test_an_overrun_is_killed_and_the_rest_is_judged():
-    hard = r"\boxed{\left|\sin(x^{7})+\max(x,1000)\right|}"  # needs a failing proof: longer than the limit below
+    hard = r"\boxed{\sin(x^{7})+\cos(\max(x,1000))}"  # no point and no proof decides it: longer than the limit below
     completions = [hard, r"\boxed{\sqrt{8}}"]
-    references = [r"\left|\sin(x^{7})+1000\right|", r"2\sqrt{2}"]
+    references = [r"\sin(x^{7})+\cos(1000)", r"2\sqrt{2}"]
     score(completions[1:], references[1:], workers=1)
     pid = grader._pool[0]["process"].pid
-    verdicts = score(completions, references, workers=1, timeout=0.03)
+    verdicts = score(completions, references, workers=1, timeout=0.1)
     assert [v.reason for v in verdicts] == ["timeout", "equal"]
     assert grader._pool[0]["process"].pid != pid
 
@@ -372,8 +375,8 @@ def test_workers_run_neither_torch_nor_the_callers_main_module(tmp_path):
 
 
 def test_overlong_penalty():
-    # NeMo-RL: maximum 25, buffer 5, penalty .5, rewards 1, .8, .6 for lengths 10, 22, 25. (Its fourth value, -.6 at length
-    # 30, lets the penalty grow past the maximum; the DAPO paper stops at -1, and no completion is longer than the maximum.)
+    # NeMo-RL: maximum 25, buffer 5, penalty .5, rewards 1, .8, .6 for lengths 10, 22, 25. (Its fourth value, -.6 at
+    # length 30, lets the penalty grow past the maximum; the paper stops at -1, and no completion passes the maximum.)
     shaped = [value + overlong_penalty(n, 25, 5, 0.5) for n, value in ((10, 1.0), (22, 0.8), (25, 0.6))]
     assert shaped == pytest.approx([1.0, 0.6, 0.1])
     assert [overlong_penalty(n, 100, 20) for n in (50, 90, 110)] == [0.0, -0.5, -1.0]  # TRL
@@ -401,7 +404,7 @@ def test_load_reward(tmp_path):
         load_reward(f"{path}:other")
     with pytest.raises(ValueError, match="no such Python file"):
         load_reward("missing.py:f")
-    with pytest.raises(ValueError, match="expected path.py:function"):
+    with pytest.raises(ValueError, match=r"expected path\.py:function"):
         load_reward("nonsense")
 
 

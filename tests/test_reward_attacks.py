@@ -1,4 +1,4 @@
-"""What a policy or a stray file could throw at the grader: properties on random input, code payloads, bombs, from threads.
+"""What a policy could throw at the grader: properties on random input, code payloads, bombs, from threads.
 
 pytest tests/test_reward_attacks.py
 """
@@ -89,14 +89,12 @@ def test_products_of_polynomials_expand(p, q, shift):
     assert not is_correct(f"({written(p)})({written(q)})+{shift}x^9", written(product)).equal
 
 
-LATEX = st.lists(
-    st.sampled_from(
-        r"\frac \sqrt { } ( ) [ ] \{ \} | ^ _ + - * / = < > \le \ne , ; : ! ' % ^\circ \pm \cup \infty \text{and} \text{ cm} "
-        r"\sin \ln \log_2 \sum_{k=1}^{n} \begin{pmatrix} \end{pmatrix} & \\ \pi e i x y f 0 1 2 42 3.5 \in \mathbb{R} \binom "
-        r"\left \right \overline $ \approx \lfloor \rfloor \ldots . \mid and or \int \cases sin exp".split(" ")
-    ),
-    max_size=25,
-).map(" ".join)
+FRAGMENTS = r"""
+    \frac \sqrt { } ( ) [ ] \{ \} | ^ _ + - * / = < > \le \ne , ; : ! ' % ^\circ \pm \cup \infty \text{and} \text{cm} . $ &
+    \sin \ln \log_2 \sum_{k=1}^{n} \begin{pmatrix} \end{pmatrix} \\ \pi e i x y f 0 1 2 42 3.5 \in \mathbb{R} \binom \left
+    \right \overline \approx \lfloor \rfloor \ldots \mid and or \int \begin{cases} \end{cases} sin exp
+"""
+LATEX = st.lists(st.sampled_from(FRAGMENTS.split()), max_size=25).map(" ".join)
 
 
 @settings(max_examples=250, deadline=None)
@@ -106,6 +104,7 @@ def test_any_text_is_judged_symmetrically_and_in_time(a, b):
     forward, backward = is_correct(a, b), is_correct(b, a)
     assert time.perf_counter() - start < 2 * LIMIT_SECONDS
     assert forward.equal == backward.equal
+    assert "error" not in (forward.reason, backward.reason)
     assert reward(a, b) in (0.0, 1.0)
 
 
@@ -166,7 +165,8 @@ def watch(event, arguments):
     if event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+"):
         seen.append(f"write to {arguments[0]}")
 sys.addaudithook(watch)
-paid = [p for p in json.loads(sys.stdin.read()) if reward.reward("\\\\boxed{" + p + "}", "0") or reward.is_correct(p, "1").equal]
+payloads = json.loads(sys.stdin.read())
+paid = [p for p in payloads if reward.reward("\\\\boxed{" + p + "}", "0") or reward.is_correct(p, "1").equal]
 print(json.dumps([seen, paid, os.path.exists("PWNED")]))
 """
 
