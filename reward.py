@@ -64,7 +64,7 @@ Text is compared without wrappers, case, spaces and the final full stop; two bar
 (True, True, False, False)
 
 Left out: no language model as judge; no decimal comma; no prose ("the sum is negative"); no renaming of parameters (kπ
-is not nπ); no conversion of units; integrals, limits, piecewise functions and ellipses inside sums are compared as text.
+is not nπ); no conversion of units; integrals, limits, piecewise functions and ellipses in sums are compared as text.
 \log is \ln. Conditions at the end ("where k is an integer", "for all x") are not compared.
 """
 
@@ -184,7 +184,7 @@ def extract_answer(completion: str, lenient: bool = False) -> str | None:
     r"""The content of the last box after the end of the thinking section, or None. Linear in the text.
 
     No answer: no box, a last box that never closes, thinking that never ends. Boxes with only a comma, "and" or "or"
-    between them are one answer. `lenient` is for evaluating models that were never asked for a box: without one it takes
+    between them are one answer. `lenient` is for evaluating models that were not asked for a box: without one it takes
     what follows "answer is", "Answer:" or "####", else the last formula. It reads prose: not for training.
 
     >>> extract_answer(r"First \boxed{5}, no: \boxed{7}."), extract_answer(r"\boxed{3}, \boxed{5} and $\boxed{7}$")
@@ -285,8 +285,8 @@ ALIASES = table(
     asin arcsin acos arccos atan arctan cosec csc tg tan ctg cot arctg arctan ceiling ceil binomial binom dbinom binom
     tbinom binom Abs abs dfrac frac tfrac frac cfrac frac le <= leq <= leqslant <= ge >= geq >= geqslant >= ne != neq !=
     lt < gt > simeq approx sim approx times * cdot * ast * div / mid | vert | lvert | rvert | colon : lbrace \{
-    rbrace \} lbrack [ rbrack ] cdots dots ldots dots dotsc dots varnothing emptyset degree circ infinity infty inf infty oo infty
-    prime ' backslash setminus Pi pi
+    rbrace \} lbrack [ rbrack ] cdots dots ldots dots dotsc dots varnothing emptyset degree circ infinity infty
+    inf infty oo infty prime ' backslash setminus Pi pi
     """
 )
 SPACING = set(
@@ -308,14 +308,15 @@ UNITS = set(  # words that may follow a value without \text
 UNIT_NAMES = table(
     """
     centimeter cm centimetre cm meter m metre m kilometer km kilometre km feet foot ft foot inches inch inche inch
-    in inch hour hr hrs hr h hr minute min mins min second s sec s secs s kilogram kg gram g degrees degree squared 2 cubed 3
+    in inch hour hr hrs hr h hr minute min mins min second s sec s secs s kilogram kg gram g degrees degree
+    squared 2 cubed 3
     """
 )
 MULTIPLIERS = {"dozen": 12, "hundred": 100, "thousand": 1_000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 STOP_WORDS = set(  # words that change the value, or take it back: no unit
     """not no or and is are isn't if than when unless but never wrong incorrect false either neither nor was except
-    maybe minus plus times divided over under of out to by mod modulo base remainder more less fewer greater least most half
-    halves third thirds quarter quarters fourth fourths fifth fifths sixth sixths eighth eighths tenth tenths hundredth
+    maybe minus plus times divided over under of out to by mod modulo base remainder more less fewer greater least most
+    half halves third thirds quarter quarters fourth fourths fifth fifths sixth sixths eighth eighths tenth tenths hundredth
     hundredths pi root factorial choose negative about between through only instead approximately""".split()  # noqa: SIM905
 )
 MEANINGS = {  # whole answers in words that are mathematics

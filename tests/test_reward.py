@@ -2,7 +2,8 @@
 
     pytest tests/test_reward.py
 
-Expected verdicts come from mathematics. The corpus lies beside the project in ../shared/data and is skipped where absent.
+Expected verdicts come from mathematics. The corpus lies beside the project in ../shared/data and is skipped where
+absent.
 """
 
 import collections
