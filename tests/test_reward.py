@@ -167,7 +167,10 @@ yes ; \text{Yes} ; Yes.
 5 \text{ cm} ; 5 ; 5cm ; 5\,\mathrm{cm} ; 5\text{ centimeters}
 12\text{ cm}^2 ; 12 ; 12 \text{ square feet}wrong
 5000000 ; 5 \text{ million}
-\$18.90 ; 18.9
+\$18.90 ; 18.9 ; 18.90\text{ dollars}
+f(x)=1 ; f(x) = 1 \text{ for all } x ; 1
+k\pi ; k\pi, k \in \mathbb{Z} ; \pi k\ (k\in\mathbb{Z})
+5\pm 2 ; 7,3
 \{-1\}\cup[0,7) ; [0,7)\cup\{-1\}
 \frac{6^6-5^6}{6^5}\approx 3.99 ; \frac{31031}{7776}
 """.strip()
@@ -221,7 +224,10 @@ x=5 ; y=5
 yes ; no
 \text{no} ; \text{on}
 B ; D ; A
-5\text{ cm} ; 5\text{ m}
+5\text{ cm} ; 5\text{ m} ; 5^\circ ; 5\% ; \$5
+50\% ; 50^\circ ; \$50 ; 50\text{ weeks}
+-2,4 ; [-2,4]
+2k \text{ where } k \text{ is even} ; 2k \text{ where } k \text{ is odd}
 90^\circ ; 91 ; \frac{\pi}{3}
 \sin 15^\circ ; \sin 15
 \infty ; -\infty

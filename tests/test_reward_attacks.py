@@ -90,9 +90,10 @@ def test_products_of_polynomials_expand(p, q, shift):
 
 
 FRAGMENTS = r"""
-    \frac \sqrt { } ( ) [ ] \{ \} | ^ _ + - * / = < > \le \ne , ; : ! ' % ^\circ \pm \cup \infty \text{and} \text{cm}
-    . $ &     \sin \ln \log_2 \sum_{k=1}^{n} \begin{pmatrix} \end{pmatrix} \\ \pi e i x y f 0 1 2 42 3.5 \in \mathbb{R} \binom
-    \left \right \overline \approx \lfloor \rfloor \ldots \mid and or \int \begin{cases} \end{cases} sin exp
+    \frac \sqrt { } ( ) [ ] \{ \} | ^ _ + - * / = < > \le \ne , ; : ! ' % ^\circ \pm \cup \infty
+    \text{and} \text{cm} . $ & \$ \sin \ln \log_2 \sum_{k=1}^{n} \begin{pmatrix} \end{pmatrix} \\ \pi e
+    i x y f 0 1 2 42 3.5 \in \mathbb{R} \binom \left \right \overline \approx \lfloor \rfloor \ldots
+    \mid and or \int \begin{cases} \end{cases} \text{where} sin exp
 """
 LATEX = st.lists(st.sampled_from(FRAGMENTS.split()), max_size=25).map(" ".join)
 
