@@ -2156,9 +2156,7 @@ atexit.register(close)
 
 def work() -> None:
     """A worker: one JSON pair per line in, one JSON verdict per line out, until the caller goes away."""
-    import mpmath  # noqa: F401
-    import sympy  # noqa: F401
-
+    is_correct(r"\sqrt{(x-1000)^2}", "1000-x")  # imports and warms all that a proof needs
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the caller decides
     resource.setrlimit(resource.RLIMIT_AS, (WORKER_MEMORY_BYTES, WORKER_MEMORY_BYTES))
     output = os.dup(1)

@@ -339,12 +339,14 @@ def test_a_killed_worker_is_replaced_and_costs_no_verdict():
 
 
 def test_an_overrun_is_killed_and_the_rest_is_judged():
-    hard = r"\boxed{\sin(x^{7})+\cos(\max(x,1000))}"  # no point and no proof decides it: longer than the limit below
-    completions = [hard, r"\boxed{\sqrt{8}}"]
-    references = [r"\sin(x^{7})+\cos(1000)", r"2\sqrt{2}"]
+    hard = (
+        r"\boxed{(\sin x+\cos 2x)^{9}|x-1000|}"  # no point tells it from the reference, and no proof is found in time
+    )
+    completions = [hard, r"\boxed{x+1}"]
+    references = [r"(\sin x+\cos 2x)^{9}(1000-x)", "1+x"]
     score(completions[1:], references[1:], workers=1)
     pid = grader._pool[0]["process"].pid
-    verdicts = score(completions, references, workers=1, timeout=0.1)
+    verdicts = score(completions, references, workers=1, timeout=0.3)
     assert [v.reason for v in verdicts] == ["timeout", "equal"]
     assert grader._pool[0]["process"].pid != pid
 
