@@ -1888,7 +1888,11 @@ def place(node: tuple) -> float | None:
         return math.inf * node[1]
     if node[0] in NOT_SCALAR or symbols(node):
         return None
-    value = value_at(readings(node)[0], {}, 30)
+    node = readings(node)[0]
+    exact = rational(node)
+    if exact is not None:
+        return float(exact) if bits(exact) < 1_000 else None
+    value = value_at(node, {}, 30)
     return float(value.real) if value is not None and is_real(value) else None
 
 
