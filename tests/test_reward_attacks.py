@@ -289,3 +289,20 @@ def test_the_budget_holds_in_several_threads_at_once(name):
         thread.join()
     assert len(seconds) == 4
     assert max(seconds) < 4 * LIMIT_SECONDS  # four threads share one interpreter lock
+
+
+def test_a_proof_that_takes_for_ever_is_cut_off_in_any_thread():
+    verdicts = []
+
+    def run():
+        start = time.perf_counter()
+        verdict = is_correct(
+            r"(\sin x+\cos 2x)^{9}|x-1000|", r"(\sin x+\cos 2x)^{9}(1000-x)"
+        )  # equal below x = 1000 only
+        verdicts.append((verdict.reason, time.perf_counter() - start))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert verdicts[0][0] == "timeout"
+    assert verdicts[0][1] < LIMIT_SECONDS
