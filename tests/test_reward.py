@@ -338,6 +338,13 @@ def test_a_killed_worker_is_replaced_and_costs_no_verdict():
     assert score([r"\boxed{\sqrt8}"], [r"2\sqrt2"], workers=1)[0].equal
 
 
+def test_workers_have_a_memory_limit():
+    score([r"\boxed{x+1}"], ["1+x"], workers=1)
+    limits = Path(f"/proc/{grader._pool[0]['process'].pid}/limits").read_text().splitlines()
+    line = next(line for line in limits if line.startswith("Max address space"))
+    assert line.split()[3] == str(grader.WORKER_MEMORY_BYTES)
+
+
 def test_an_overrun_is_killed_and_the_rest_is_judged():
     hard = (
         r"\boxed{(\sin x+\cos 2x)^{9}|x-1000|}"  # no point tells it from the reference, and no proof is found in time
