@@ -74,7 +74,7 @@ def decode_reference(packed, scale, global_scale, dtype=torch.bfloat16):
     """The definition in plain torch. packed (…, N, K/2) uint8, scale (…, N, K/16) uint8 view of e4m3, global_scale fp32
     multiplier, one element or one per expert (E,); returns (…, N, K) in `dtype`.
 
-    The product is taken in fp32: with the scale rounded to bf16 first, one bf16 result in seven is wrong.
+    The product is taken in fp32: with the scale rounded to bf16 first, several weights in a hundred come out wrong.
     """
     codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).long()  # (…, N, K)
     values = E2M1.to(packed.device)[codes].unflatten(-1, (-1, BLOCK))  # (…, N, K/16, 16)

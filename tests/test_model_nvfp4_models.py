@@ -29,7 +29,7 @@ ARCHITECTURES = {
     "Llama": {},
     "Mistral": {},
     "Ministral3": {},
-    "Mistral4": EXPERTS | MLA | GROUPS | {"n_shared_experts": 1},
+    "Mistral4": EXPERTS | MLA | GROUPS | {"n_shared_experts": 1, "head_dim": 32},
     "Qwen2": {},
     "Qwen3": {},
     "Qwen3Moe": EXPERTS | {"num_experts": 4},
