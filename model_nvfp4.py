@@ -42,6 +42,7 @@ import sys
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -84,8 +85,8 @@ def decode_reference(packed, scale, global_scale, dtype=torch.bfloat16):
 
 
 def decode_table(packed, scale, global_scale, dtype=torch.bfloat16):
-    """`decode_reference` for one matrix as one gather: every (scale byte, code byte) pair stands for two weights, so all
-    65,536 pairs are decoded once (.07 ms) and each fetch of one integer yields two weights."""
+    """`decode_reference` for one matrix, as one gather: a (scale byte, code byte) pair stands for two weights, so all
+    65,536 pairs are decoded once (.07 ms), and one integer fetched is two weights."""
     byte = torch.arange(256, dtype=torch.uint8, device=packed.device)  # (256,)
     values = E2M1.to(packed.device)[torch.stack((byte & 15, byte >> 4), dim=-1).long()]  # (256, 2)
     scales = byte.view(torch.float8_e4m3fn).float() * global_scale  # (256,)
@@ -101,8 +102,8 @@ if find_spec("triton"):
 
     @triton.jit
     def decode_kernel(packed_ptr, scale_ptr, global_ptr, out_ptr, num_bytes, expert_bytes, TILE: tl.constexpr):
-        """One program decodes TILE code bytes into 2·TILE weights. Both formats are decoded by arithmetic on bits, which
-        every GPU has: an fp8 conversion instruction exists from sm_89 on only."""
+        """One program decodes TILE code bytes into 2·TILE weights, both formats by arithmetic on bits: an instruction
+        that converts fp8 exists from sm_89 on only."""
         at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
         mask = at < num_bytes
         byte = tl.load(packed_ptr + at, mask=mask, other=0).to(tl.int32)
@@ -124,7 +125,8 @@ if find_spec("triton"):
 
 def decode_triton(packed, scale, global_scale, dtype=torch.bfloat16):
     """`decode_reference` on a GPU; matrices and (E, N, K) stacks alike."""
-    assert packed.is_contiguous() and scale.is_contiguous(), "the kernel walks packed codes and scales as flat bytes"
+    assert packed.is_contiguous(), "the kernel walks the codes as flat bytes"
+    assert scale.is_contiguous(), "the kernel walks the scales as flat bytes"
     out = torch.empty(*packed.shape[:-1], packed.shape[-1] * 2, dtype=dtype, device=packed.device)  # (…, N, K)
     expert_bytes = packed.numel() // global_scale.numel()
     grid = (triton.cdiv(packed.numel(), 1024),)
@@ -152,10 +154,10 @@ def decode_fp8(codes, scale, dtype=torch.bfloat16):
 
 
 def encode(weight, amax, recipe="max"):
-    """weight (N, K), amax the largest magnitude of its fused family -> packed (N, K/2) u8, scale (N, K/16) u8, fp32 (1,).
+    """weight (N, K), amax = largest magnitude of its fused family -> packed (N, K/2) u8, scale (N, K/16) u8, fp32 (1,).
 
-    `max` maps the largest weight of a block to 6; `four-over-six` to 6 or 4, whichever has the smaller squared error (its
-    smaller global range leaves room for the larger block scale); `mse` searches the block scale on a grid.
+    `max` maps the largest weight of a block to 6; `four-over-six` to 6 or 4, whichever has the smaller squared error
+    (its smaller global range leaves room for the larger block scale); `mse` searches the block scale on a grid.
     """
     top = 256 if recipe == "four-over-six" else 448
     factors = {"max": [1], "four-over-six": [1, 1.5], "mse": [i / 20 for i in range(14, 31)]}[recipe]
@@ -600,8 +602,8 @@ def check_global_scales(packed: list[Weight]) -> None:
         members = [name for name in (f"{parent}.{leaf}" for leaf in family) if name in values]
         if len({values[name] for name in members}) > 1:
             raise UserError(
-                f"{by_module[module].data.file}: {', '.join(members)} have different global scales; vLLM fuses them and would "
-                "keep one, damaging the others; quantize again so that they share it"
+                f"{by_module[module].data.file}: {', '.join(members)} have different global scales; vLLM fuses them "
+                "and would keep one, damaging the others; quantize again so that they share it"
             )
 
 
@@ -611,8 +613,8 @@ def check_global_scales(packed: list[Weight]) -> None:
 
 @dataclass
 class Rows:
-    """Where a model parameter comes from: its row i is row ids[i] of all `weights` laid end to end. A conversion that is
-    more than a movement of rows has `convert`, which makes the whole tensor of plain weights."""
+    """Where a model parameter comes from: its row i is row ids[i] of all `weights` laid end to end. A conversion that
+    does more than move rows has `convert` instead, which makes the whole tensor from plain weights."""
 
     weights: list[Weight]
     ids: torch.Tensor | None  # (rows,) int64
@@ -660,9 +662,9 @@ def empty_model(config, dtype=torch.bfloat16, attn_implementation=None):
 def place_weights(model, weights: dict[str, Weight]) -> tuple[dict[str, Rows], list[str]]:
     """({parameter name: Rows}, names of weights without a parameter), by transformers' own conversion tables.
 
-    The tables rename, fuse, split and permute weights (per-expert matrices to one (E, N, K) tensor, say). Instead of the
-    weights we send row numbers through them; what comes out says which row of which file each parameter row is, and
-    packed codes, scales and plain weights can all be read by it, a slice at a time.
+    The tables rename, fuse, split and permute weights (per-expert matrices to one (E, N, K) tensor, say). Instead of
+    the weights we send row numbers through them; what comes out says which row of which file each parameter row is,
+    and packed codes, scales and plain weights can all be read by it, a slice at a time.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -691,6 +693,9 @@ def place_weights(model, weights: dict[str, Weight]) -> tuple[dict[str, Rows], l
         made = converter.convert(first, model=model, config=model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
+    def whole(first: str, target: str) -> torch.Tensor:
+        return convert(first, [weight.data.read() for weight, _ in sources[first]])[target]
+
     placed = {}
     for first, pairs in sources.items():
         origin = [weight for weight, _ in pairs]
@@ -705,10 +710,7 @@ def place_weights(model, weights: dict[str, Weight]) -> tuple[dict[str, Rows], l
                     f"{origin[0].data}: {target} {list(shape)} cannot be made from packed {list(origin[0].shape)}"
                 )
             else:
-                whole = lambda first=first, target=target: convert(first, [w.data.read() for w, _ in sources[first]])[
-                    target
-                ]  # noqa: E731
-                placed[target] = Rows(origin, None, whole)
+                placed[target] = Rows(origin, None, partial(whole, first, target))
     return placed, unused
 
 
@@ -1071,7 +1073,7 @@ def choose_weights(model, placed: dict[str, Rows], ignore: list[str]) -> set[str
 
 
 def quantize(source: Path, target: Path, *, a16: bool, ignore: list[str], recipe: str, dialect: str) -> None:
-    """Fills the folder `target` with the NVFP4 form of the dense checkpoint `source`, file by file and tensor by tensor."""
+    """Fills the folder `target` with the NVFP4 form of the dense checkpoint `source`, file by file."""
     from safetensors.torch import save_file
     from tqdm import tqdm
 
@@ -1181,28 +1183,28 @@ def quantize_command(args) -> None:
             raise UserError(f"{source} has sha256 {digest}, not {args.sha256}: damaged, or not the file you mean")
     if not source.exists():
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
         try:
             source = Path(snapshot_download(args.source, ignore_patterns=["*.bin", "*.pth", "original/*"]))
         except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
             raise UserError(f"{args.source} is neither a path here nor a model the Hub gives: {error}") from error
-    partial = target.with_name(
+    unfinished = target.with_name(
         f"{target.name}.{os.getpid()}.tmp"
     )  # renamed at the end, so a folder is complete or absent
-    partial.mkdir(parents=True)
+    unfinished.mkdir(parents=True)
     dense = source
     if source.suffix == ".gguf":
-        dense = partial / "dense"
+        dense = unfinished / "dense"
         gguf_to_folder(source, dense)
-    quantize(dense, partial, a16=args.a16, ignore=args.ignore, recipe=args.recipe, dialect=args.dialect)
+    quantize(dense, unfinished, a16=args.a16, ignore=args.ignore, recipe=args.recipe, dialect=args.dialect)
     for file in dense.iterdir():
         written = file.name in ("config.json", "hf_quant_config.json") or file.name.endswith(".index.json")
         if file.is_file() and not written and file.suffix not in (".safetensors", ".bin", ".pth", ".gguf"):
-            shutil.copy(file, partial)
+            shutil.copy(file, unfinished)
     if dense != source:
         shutil.rmtree(dense)
-    partial.rename(target)
+    unfinished.rename(target)
     print(f"{target}: {sum(f.stat().st_size for f in target.iterdir()) / 1e6:.0f} MB")
 
 

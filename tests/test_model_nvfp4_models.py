@@ -20,10 +20,29 @@ from safetensors.torch import save_file
 import model_nvfp4 as nvfp4
 
 # Every size is a multiple of 16; 2 layers, so that one of them can differ from the other.
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 160}
-SIZES |= {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "pad_token_id": 0, "eos_token_id": 1}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 160,
+}
+SIZES |= {
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
 EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2, "norm_topk_prob": True}
-MLA = {"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+MLA = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+}
 GROUPS = {"n_group": 1, "topk_group": 1, "n_routed_experts": 4, "num_local_experts": 4, "first_k_dense_replace": 1}
 ARCHITECTURES = {
     "Llama": {},
@@ -43,7 +62,11 @@ ARCHITECTURES = {
     "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "Phi": {},
     "Phi3": {},
-    "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    "GptOss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
 }
 
 
@@ -149,7 +172,7 @@ def test_packed_experts_are_what_the_moe_models_use(tmp_path):
 
 
 def test_expert_lora_equals_merged_weights(tmp_path):
-    """ΔW = (alpha / r)·B·A for every expert: forward equals transformers with W + ΔW, and dA = s·Bᵀ·dW, dB = s·dW·Aᵀ."""
+    """ΔW = s·B·A with s = alpha / r: forward equals transformers with W + ΔW, and dA = s·Bᵀ·dW, dB = s·dW·Aᵀ."""
     folder = quantized(tiny_checkpoint("Qwen3Moe", tmp_path / "source"), tmp_path / "nvfp4")
     ours, oracle, adapter = trainer_and_oracle(folder, tmp_path, lora_targets="o_proj", lora_experts=True)
     name = "base_model.model.model.layers.1.mlp.experts.3.up_proj"
