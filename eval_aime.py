@@ -8,8 +8,8 @@ The trainer calls `evaluate` too, so a training curve and the final number come 
 `rollout.generate`, grading is `reward.score`; here is only what turns samples into numbers.
 
 What the numbers are (n problems, k samples each, c of a problem's k right, p = c / k):
-1. avg@k is the mean of p. Its standard error over problems, sd(p) / √n, says how far another exam of the same kind could
-   be; the standard error over sampling, √Σ p (1 − p) / (k − 1) / n, how far other seeds could be on these problems.
+1. avg@k is the mean of p. Its standard error over problems, sd(p) / √n, says how far another exam of the same kind
+   could be; that over sampling, √Σ p (1 − p) / (k − 1) / n, how far other seeds could be on these problems.
 2. The 95 % interval is Student's t over problems, except below 10 % and above 90 %, where no symmetric interval holds:
    there it is the Beta (Clopper-Pearson) interval that counts every problem as one trial, which is wide on purpose.
 3. pass@j is the unbiased estimate 1 − C(k − c, j) / C(k, j) (Chen et al. 2021); maj@k splits ties evenly, and a sample
@@ -160,7 +160,7 @@ def read_rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def hub_rows(name: str, config: str | None, split: str, revision: str | None) -> list[tuple[str, dict[str, Any]]]:
-    """The same for a dataset of the Hub, or of its local cache; "exam" is the configuration (AIME 2025 has one each)."""
+    """The same for a dataset of the Hub or of its cache; "exam" is the configuration (AIME 2025 has one for each)."""
     import datasets
 
     try:
@@ -322,29 +322,22 @@ def summarize(records: list[dict[str, Any]]) -> dict[str, Any]:
     truncated = [record for record in records if record["finish_reason"] == "length"]
     exams = {exam: [exam_of(name) == exam for name in groups] for exam in ("I", "II")}
     return {
-        "problems": n,
-        "k": k,
-        "samples": n * k,
-        "avg": float(p.mean()),
+        "problems": n, "k": k, "samples": n * k,
+        "avg": float(p.mean()), "avg_low": low, "avg_high": high, "interval": kind,
         "avg_se": standard_error(p),
-        "avg_low": low,
-        "avg_high": high,
-        "interval": kind,
         "avg_se_sampling": math.sqrt(sampling_variance(p, k)) if k > 1 else None,
         "pass": {str(j): float(np.mean([pass_at(int(c), k, j) for c in right])) for j in range(1, k + 1)},
         "maj": float(np.mean([majority(group) for group in groups.values()])),
-        "problems_solved": int((right > 0).sum()),
-        "samples_right": int(right.sum()),
+        "problems_solved": int((right > 0).sum()), "samples_right": int(right.sum()),
         "truncated": len(truncated) / (n * k),
         "truncated_with_right_answer": sum(record["equal"] for record in truncated),
         "no_answer": sum(record["answer"] is None for record in records) / (n * k),
-        "tokens_mean": float(tokens.mean()),
-        "tokens_median": float(np.median(tokens)),
+        "tokens_mean": float(tokens.mean()), "tokens_median": float(np.median(tokens)),
         "tokens_mean_right": float(tokens[correct].mean()) if correct.any() else None,
         "tokens_mean_wrong": float(tokens[~correct].mean()) if not correct.all() else None,
         "exams": {exam: float(p[mask].mean()) for exam, mask in exams.items() if any(mask)},
         "per_problem": {name: int(c) for name, c in zip(groups, right)},
-    }
+    }  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -386,18 +379,11 @@ def evaluate(
     contents = [(problem.id, problem.answer, ids) for problem, ids in zip(problems, prompts)]
     settings = {
         **(settings or {}),
-        "k": k,
-        "temperature": temperature,
-        "top_p": top_p,
-        "max_tokens": max_tokens,
-        "seed": seed,
-        "template": template,
-        "use_adapter": use_adapter,
-        "prompt_hash": digest_of(
-            json.dumps(contents).encode()
-        ),  # of ids, answers and token ids after the chat template
+        "k": k, "temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed,
+        "template": template, "use_adapter": use_adapter,
+        "prompt_hash": digest_of(json.dumps(contents).encode()),  # ids, answers, token ids after the chat template
         "versions": versions() | {"reward.py": digest_of(Path(__file__).with_name("reward.py").read_bytes())},
-    }
+    }  # fmt: skip
 
     records: dict[tuple[str, int], dict[str, Any]] = {}
     if samples_path:  # rank 0 alone reads, so that all ranks work on the same list; a refusal must reach them all too
@@ -411,51 +397,36 @@ def evaluate(
     wanted = [(i, sample) for i in range(len(problems)) for sample in range(k)]
     missing = [(i, sample) for i, sample in wanted if (problems[i].id, sample) not in records]
 
-    part = Path(f"{samples_path}.rank{rank}").open("a", buffering=1, encoding="utf-8") if samples_path else None
-    # With several ranks the bar counts rank 0's share, whose size only rollout.generate knows.
-    bar = tqdm(
-        total=len(missing) if world == 1 else None,
-        desc="evaluation" if world == 1 else f"evaluation, rank 0 of {world}",
-        unit="sample",
-        disable=rank > 0 or not progress,
-    )
     drawn: list[dict[str, Any]] = []
+    tally: Counter[bool] = Counter()
+    seeds = [sample_seed(seed, -1, problems[i].id, number) for i, number in missing]
+    part_path = Path(f"{samples_path}.rank{rank}" if samples_path else os.devnull)
+    # With several ranks the bar counts rank 0's share, whose size only rollout.generate knows.
+    total, desc = (len(missing), "evaluation") if world == 1 else (None, f"evaluation, rank 0 of {world}")
+    with (
+        part_path.open("a", buffering=1, encoding="utf-8") as part,  # a line at a time
+        tqdm(total=total, desc=desc, unit="sample", disable=rank > 0 or not progress) as bar,
+    ):
 
-    def on_sample(index: int, sample: Any) -> None:
-        i, number = missing[index]
-        verdict = score([sample.text], [problems[i].answer])[0]
-        record = {
-            "problem": problems[i].id,
-            "sample": number,
-            "seed": sample.seed,
-            "reference": problems[i].answer,
-            "answer": verdict.answer,
-            "equal": verdict.equal,
-            "correct": verdict.equal and sample.finish_reason != "length",
-            "reason": verdict.reason,
-            "finish_reason": sample.finish_reason,
-            "tokens": len(sample.completion_ids),
-        }
-        drawn.append(record)
-        if part:
+        def on_sample(index: int, sample: Any) -> None:
+            i, number = missing[index]
+            verdict = score([sample.text], [problems[i].answer])[0]
+            record = {
+                "problem": problems[i].id, "sample": number, "seed": sample.seed, "reference": problems[i].answer,
+                "answer": verdict.answer, "equal": verdict.equal, "reason": verdict.reason,
+                "correct": verdict.equal and sample.finish_reason != "length",
+                "finish_reason": sample.finish_reason, "tokens": len(sample.completion_ids),
+            }  # fmt: skip
+            drawn.append(record)
             part.write(json.dumps(record | {"text": sample.text}, ensure_ascii=False) + "\n")
-        bar.set_postfix_str(f"accuracy {sum(record['correct'] for record in drawn) / len(drawn):.3f}", refresh=False)
-        bar.update()
+            tally[record["correct"]] += 1
+            bar.set_postfix_str(f"accuracy {tally[True] / tally.total():.3f}", refresh=False)
+            bar.update()
 
-    generate(
-        engine,
-        [prompts[i] for i, _ in missing],
-        [sample_seed(seed, -1, problems[i].id, number) for i, number in missing],
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        use_adapter=use_adapter,
-        on_sample=on_sample,
-        gather=False,  # the records are enough, and small
-    )
-    bar.close()
-    if part:
-        part.close()
+        generate(
+            engine, [prompts[i] for i, _ in missing], seeds, max_tokens=max_tokens, temperature=temperature,
+            top_p=top_p, use_adapter=use_adapter, on_sample=on_sample, gather=False,  # the records are enough
+        )  # fmt: skip
     parts: list[list[dict[str, Any]]] = [drawn]
     if world > 1:
         parts = [[] for _ in range(world)]
@@ -524,7 +495,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def percent(fraction: float | None) -> str:
-    return "–" if fraction is None or math.isnan(fraction) else f"{100 * fraction:.1f}"
+    return "–" if fraction is None else f"{100 * fraction:.1f}"
 
 
 def format_report(report: dict[str, Any]) -> str:
@@ -535,9 +506,9 @@ def format_report(report: dict[str, Any]) -> str:
         for name, key in (("mean", "mean"), ("median", "median"), ("right", "mean_right"), ("wrong", "mean_wrong"))
     ]
     lines = {
-        f"avg@{k}": f"{percent(r['avg'])} %   SE over {r['problems']} problems {percent(r['avg_se'])} · SE over sampling "
-        f"{percent(r['avg_se_sampling'])} · 95 % interval {percent(r['avg_low'])} to {percent(r['avg_high'])} "
-        f"({r['interval']})",
+        f"avg@{k}": f"{percent(r['avg'])} % · 95 % interval {percent(r['avg_low'])} to {percent(r['avg_high'])} "
+        f"({r['interval']}) · SE over {r['problems']} problems {percent(r['avg_se'])} · SE over sampling "
+        f"{percent(r['avg_se_sampling'])}",
         "pass@j": " · ".join(f"{j}: {percent(v)}" for j, v in r["pass"].items() if int(j) in (1, 2, 4, 8, 16, 32, k)),
         f"maj@{k}": f"{percent(r['maj'])} %",
         "counts": f"{r['problems_solved']} of {r['problems']} problems ever solved · "
@@ -572,9 +543,8 @@ def plot_report(report: dict[str, Any], png: str | Path) -> None:
     if len(names) <= 60:
         axes.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
     axes.set(ylim=(0, 100), xlim=(-0.6, len(names) - 0.4), ylabel="samples right, %")
-    axes.set_title(
-        " · ".join(str(report["settings"].get(key)) for key in ("benchmark", "model", "adapter")), fontsize=8
-    )
+    title = [report["settings"].get(key) for key in ("benchmark", "model", "adapter")]
+    axes.set_title(" · ".join(str(part) for part in title if part), fontsize=8)
     axes.legend(fontsize=8)
     figure.savefig(png, dpi=120)
     plt.close(figure)
@@ -626,31 +596,26 @@ def compare(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> dict[str, Any]:
         if p_values[i] > 0.05 / (n - place):  # Holm 1979: any false verdict in at most 5 % of tables
             break
         verdicts[i] = "better" if p_b[i] > p_a[i] else "worse"
+    half = None if se is None else student_t(n - 1) * se
     return {
-        "problems": n,
-        "k_a": k_a,
-        "k_b": k_b,
-        "avg_a": float(p_a.mean()),
-        "avg_b": float(p_b.mean()),
-        "difference": difference,
-        "se": se,
-        "low": None if se is None else difference - student_t(n - 1) * se,
-        "high": None if se is None else difference + student_t(n - 1) * se,
-        "se_sampling": math.sqrt(variance_a + variance_b),
-        "p_sign_flip": sign_flip_p((right_b * (unit // k_b) - right_a * (unit // k_a)).tolist()),
+        "problems": n, "k_a": k_a, "k_b": k_b, "avg_a": float(p_a.mean()), "avg_b": float(p_b.mean()),
+        "difference": difference, "se": se,
+        "low": None if half is None else difference - half, "high": None if half is None else difference + half,
+        "se_sampling": None if math.isnan(needed) else math.sqrt(variance_a + variance_b),
         "samples_needed": None if math.isnan(needed) else max(1, math.ceil(needed)),
+        "p_sign_flip": sign_flip_p((right_b * (unit // k_b) - right_a * (unit // k_a)).tolist()),
         "table": [
             {"problem": name, "right_a": int(ca), "right_b": int(cb), "p": p_value, "verdict": verdict}
             for name, ca, cb, p_value, verdict in zip(groups_a, right_a, right_b, p_values, verdicts)
         ],
-    }
+    }  # fmt: skip
 
 
 def format_comparison(c: dict[str, Any]) -> str:
     """The comparison as text; problems with equal accuracy are only counted."""
     lines = [
-        f"A {percent(c['avg_a'])} %, B {percent(c['avg_b'])} % over {c['problems']} problems ({c['k_a']} and {c['k_b']} "
-        f"samples each): B − A = {100 * c['difference']:+.1f} points",
+        f"A {percent(c['avg_a'])} %, B {percent(c['avg_b'])} % over {c['problems']} problems ({c['k_a']} and "
+        f"{c['k_b']} samples each): B − A = {100 * c['difference']:+.1f} points",
         f"SE over problems {percent(c['se'])} (95 % {percent(c['low'])} to {percent(c['high'])}) · SE over sampling "
         f"{percent(c['se_sampling'])} · exact sign-flip test p = {c['p_sign_flip']:.4f}",
         f"for ± 2 points of sampling error (95 %) each run needs k = {c['samples_needed'] or '– (unknown from k = 1)'}",
@@ -680,7 +645,7 @@ def compare_files(path_a: Path, path_b: Path) -> str:
 
 
 def tensor_shapes(folder: Path, pattern: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of the weights in a folder's safetensors files, from the headers; packed 4-bit weights are counted in codes."""
+    """Shapes of the weights in a folder's safetensors files, from the headers; packed 4-bit weights in codes."""
     from safetensors import SafetensorError, safe_open
 
     shapes = {}
@@ -721,12 +686,12 @@ def check_adapter(adapter: Path, model: Path) -> int:
             "name, correct base_model_name_or_path in its adapter_config.json)."
         )
     base = {
-        name[name.find("layers.") :].rpartition(".")[0]: shape  # "layers.0.self_attn.q_proj": (N, K)
+        re.sub(r"^.*?(?=layers\.)", "", name).rpartition(".")[0]: shape  # "layers.0.self_attn.q_proj": (N, K)
         for name, shape in tensor_shapes(model, "*.safetensors").items()
         if name.endswith((".weight", ".weight_packed"))
     }
     for name, shape in lora.items():
-        module = name[name.find("layers.") :].partition(".lora_")[0]
+        module = re.sub(r"^base_model\.model\.(.*?(?=layers\.))?", "", name).partition(".lora_")[0]
         if "expert" in module:
             continue
         if module not in base:
@@ -750,46 +715,32 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         description="avg@k with error bars, for a model or an adapter. Under torchrun one rank per GPU, or on a CPU.",
         formatter_class=lambda prog: argparse.ArgumentDefaultsHelpFormatter(prog, max_help_position=32, width=110),
     )
-    group = parser.add_argument_group("model")
-    group.add_argument("--model", type=Path, help="model folder, NVFP4 or any other that vLLM serves")
-    group.add_argument("--adapter", type=Path, help="PEFT folder trained on it, such as runs/NAME/adapter")
-    group.add_argument(
-        "--tp", type=int, default=1, help="consecutive ranks that share one engine; for models too big for one GPU"
-    )
-    group.add_argument(
-        "--gpu-memory", type=float, default=0.9, help="share of a GPU that vLLM may use; more holds more samples"
-    )
-    group.add_argument("--engine-args", type=json.loads, default={}, help="JSON of further arguments of vllm.LLM")
+    add = parser.add_argument_group("model").add_argument
+    add("--model", type=Path, help="model folder, NVFP4 or any other that vLLM serves")
+    add("--adapter", type=Path, help="PEFT folder trained on it, such as runs/NAME/adapter")
+    add("--tp", type=int, default=1, help="consecutive ranks that share one engine; for models too big for one GPU")
+    add("--gpu-memory", type=float, default=0.9, help="share of a GPU that vLLM may use; more holds more samples")
+    add("--engine-args", type=json.loads, default={}, help="JSON of further arguments of vllm.LLM")
 
-    group = parser.add_argument_group("problems")
-    group.add_argument("--benchmark", default="aime2024", help=f"{', '.join(BENCHMARKS)}, a JSONL file, or a Hub name")
-    group.add_argument(
-        "--data-dir", type=Path, help="folder with NAME.jsonl of the named benchmarks, instead of the Hub"
-    )
-    group.add_argument("--prompt-key", default="problem", help="field of a row with the question")
-    group.add_argument("--answer-key", default="answer", help="field of a row with the reference answer")
-    group.add_argument("--split", default="train", help="of a Hub name that is no named benchmark")
-    group.add_argument("--prompt-template", default=TEMPLATE, help="the user message; {problem} is replaced")
-    group.add_argument(
-        "--chat-template-kwargs", type=json.loads, default={}, help='JSON, such as {"enable_thinking": false}'
-    )
+    add = parser.add_argument_group("problems").add_argument
+    add("--benchmark", default="aime2024", help=f"{', '.join(BENCHMARKS)}, a JSONL file, or a Hub name")
+    add("--data-dir", type=Path, help="folder with NAME.jsonl of the named benchmarks, instead of the Hub")
+    add("--prompt-key", default="problem", help="field of a row with the question")
+    add("--answer-key", default="answer", help="field of a row with the reference answer")
+    add("--split", default="train", help="of a Hub name that is no named benchmark")
+    add("--prompt-template", default=TEMPLATE, help="the user message; {problem} is replaced")
+    add("--chat-template-kwargs", type=json.loads, default={}, help='JSON, such as {"enable_thinking": false}')
 
-    group = parser.add_argument_group("sampling (one setting for before and after)")
-    group.add_argument("--k", type=int, default=8, help="samples per problem; SE over sampling falls with its root")
-    group.add_argument(
-        "--temperature", type=float, default=0.6, help="0.6 is usual for AIME; 1.0 to compare with DAPO's"
-    )
-    group.add_argument("--top-p", type=float, default=0.95, help="0.95 is usual for AIME; 0.7 to compare with DAPO's")
-    group.add_argument("--max-tokens", type=int, help="longest completion; default 32768 or what the context leaves")
-    group.add_argument("--seed", type=int, default=0, help="same seed, same samples, on any number of ranks")
+    add = parser.add_argument_group("sampling (one setting for before and after)").add_argument
+    add("--k", type=int, default=8, help="samples per problem; SE over sampling falls with its root")
+    add("--temperature", type=float, default=0.6, help="0.6 is usual for AIME; 1.0 to compare with DAPO's numbers")
+    add("--top-p", type=float, default=0.95, help="0.95 is usual for AIME; 0.7 to compare with DAPO's numbers")
+    add("--max-tokens", type=int, help="longest completion; default 32768 or what the context leaves")
+    add("--seed", type=int, default=0, help="same seed, same draws, on any number of ranks")
 
-    group = parser.add_argument_group("output")
-    group.add_argument(
-        "--out", type=Path, help="folder for samples and report, resumed if unfinished; default runs/eval-…"
-    )
-    group.add_argument(
-        "--compare", type=Path, nargs=2, metavar=("A", "B"), help="two samples.jsonl: is B better than A?"
-    )
+    add = parser.add_argument_group("output").add_argument
+    add("--out", type=Path, help="folder for samples and report, resumed if unfinished; default runs/eval-…")
+    add("--compare", type=Path, nargs=2, metavar=("A", "B"), help="two samples.jsonl: is B better than A?")
 
     args = parser.parse_args(argv)
     if args.out is None and args.model:
@@ -820,6 +771,10 @@ def run(args: argparse.Namespace) -> None:
     import reward
     import rollout
 
+    unreadable = reward.unreadable_references([problem.answer for problem in problems])
+    if unreadable:
+        first = problems[unreadable[0]]
+        raise UserError(f"{len(unreadable)} unreadable reference answers, the first is {first.answer!r} of {first.id}.")
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     conversations = [conversation(problem, args.prompt_template) for problem in problems]
     longest = max(map(len, rollout.encode_prompts(tokenizer, conversations, args.chat_template_kwargs)))
@@ -836,39 +791,24 @@ def run(args: argparse.Namespace) -> None:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     engine = rollout.build_engine(
-        str(args.model),
-        max_model_len=longest + max_tokens,
-        max_lora_rank=lora_rank,
-        seed=args.seed,
-        tp=args.tp,
-        sleep="off",  # nobody else wants the GPU
-        gpu_memory_utilization=args.gpu_memory,
-        engine_args=args.engine_args,
-    )
+        str(args.model), max_model_len=longest + max_tokens, max_lora_rank=lora_rank, seed=args.seed, tp=args.tp,
+        sleep="off", gpu_memory_utilization=args.gpu_memory, engine_args=args.engine_args,
+    )  # fmt: skip
     with rollout.awake(engine):
         if args.adapter:
             rollout.push_adapter(engine, args.adapter, version=0)
         report = evaluate(
-            engine,
-            tokenizer,
-            problems,
-            k=args.k,
-            temperature=args.temperature,
-            top_p=args.top_p,
-            max_tokens=max_tokens,
-            seed=args.seed,
-            template=args.prompt_template,
-            use_adapter=bool(args.adapter),
-            samples_path=args.out / "samples.jsonl",
-            chat_template_kwargs=args.chat_template_kwargs,
+            engine, tokenizer, problems,
+            k=args.k, temperature=args.temperature, top_p=args.top_p, max_tokens=max_tokens, seed=args.seed,
+            template=args.prompt_template, chat_template_kwargs=args.chat_template_kwargs,
+            use_adapter=bool(args.adapter), samples_path=args.out / "samples.jsonl",
             settings={
-                "benchmark": args.benchmark,
-                "model": str(args.model),
-                "adapter": str(args.adapter) if args.adapter else None,
+                "benchmark": args.benchmark, "model": str(args.model),
+                "adapter": args.adapter and str(args.adapter),
                 "adapter_hash": args.adapter and digest_of((args.adapter / "adapter_model.safetensors").read_bytes()),
                 "engine_args": args.engine_args,
             },
-        )
+        )  # fmt: skip
     if not dist.is_initialized() or dist.get_rank() == 0:
         text = format_report(report)
         replace_text(args.out / "report.json", json.dumps(report, indent=1))

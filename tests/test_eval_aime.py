@@ -171,7 +171,7 @@ def test_the_printed_interval_covers(spread):
 def test_the_text_and_the_picture(tmp_path):
     report = summarize(records_of([8] * 10 + [2] * 20)) | {"settings": {"benchmark": "aime2024", "temperature": 0.6}}
     text = format_report(report)
-    assert "avg@8     50.0 %" in text
+    assert "avg@8     50.0 % · 95 % interval" in text
     assert "30 of 30 problems ever solved · 120 of 240 samples right" in text
     assert "temperature = 0.6" in text
     assert "Beta" in format_report(summarize(records_of([0] * 29 + [8])) | {"settings": {}})
