@@ -171,7 +171,7 @@ def test_the_printed_interval_covers(spread):
 def test_the_text_and_the_picture(tmp_path):
     report = summarize(records_of([8] * 10 + [2] * 20)) | {"settings": {"benchmark": "aime2024", "temperature": 0.6}}
     text = format_report(report)
-    assert "avg@8     50.0 %" in text
+    assert "avg@8     50.0 % · 95 % interval" in text
     assert "30 of 30 problems ever solved · 120 of 240 samples right" in text
     assert "temperature = 0.6" in text
     assert "Beta" in format_report(summarize(records_of([0] * 29 + [8])) | {"settings": {}})
@@ -310,7 +310,11 @@ def test_copies_of_other_shape_are_the_same_benchmark(tmp_path, monkeypatch):
         ]
         for config in ("AIME2025-I", "AIME2025-II")
     }
-    monkeypatch.setattr(eval_aime, "hub_rows", lambda name, config, split, revision: rows_2025.get(config, rows_2024))
+
+    def hub(name, config, split, revision):
+        return [("", {"exam": config} | row) for row in rows_2025.get(config, rows_2024)]
+
+    monkeypatch.setattr(eval_aime, "hub_rows", hub)
     assert read_problems("aime2024") == reference[2024]
     assert read_problems("aime2025") == reference[2025]
 
@@ -321,7 +325,7 @@ def test_copies_of_other_shape_are_the_same_benchmark(tmp_path, monkeypatch):
         ('{"problem": "a", "answer": 1}\n{"problem": "b"', "line 2 is not JSON"),
         ('{"problem": "a", "answer": 1}\n\n[1]\n', "line 3 is not a JSON object"),
         ("\n", "holds no problem"),
-        ('{"question": "a", "answer": 1}\n', "no key 'problem'; its keys are question, answer"),
+        ('{"question": "a", "answer": 1}\n', "no key 'problem', only question, answer"),
         ('{"problem": " ", "answer": 1}\n', "empty 'problem'"),
         ('{"problem": "a", "answer": null}\n', "empty 'answer'"),
     ],
