@@ -262,26 +262,26 @@ def dense_weight(linear: nn.Module, dtype: torch.dtype) -> torch.Tensor:
 
 
 class FrozenGroupedMatmul(torch.autograd.Function):
-    """y[s] = x[s] @ W[expert of s].T for rows sorted by expert; experts are decoded a few at a time, twice."""
+    """y[s] = W[expert of s] @ x[s] for rows sorted by expert; experts are decoded a few at a time, and again in backward."""
 
     @staticmethod
     def forward(ctx, x, ends, decoder, *packed):
-        ctx.ends, ctx.decoder = ends, decoder
+        ctx.ends, ctx.decoder, ctx.width = ends, decoder, x.shape[1]
         ctx.save_for_backward(*packed)
-        return grouped_matmul(x, ends, decoder, packed, transpose=True)  # (S, K) -> (S, N)
+        return grouped_matmul(x, ends, decoder, packed, packed[0].shape[1], transpose=True)  # (S, K) -> (S, N)
 
     @staticmethod
     def backward(ctx, grad):
         packed = ctx.saved_tensors
-        return grouped_matmul(grad, ctx.ends, ctx.decoder, packed, transpose=False), *[None] * (2 + len(packed))
+        grad = grouped_matmul(grad, ctx.ends, ctx.decoder, packed, ctx.width, transpose=False)  # (S, N) -> (S, K)
+        return grad, *[None] * (2 + len(packed))
 
 
-def grouped_matmul(x, ends: list[int], decoder, packed, transpose: bool):
-    """ends[e]: end of expert e's rows of x. On a CPU one expert at a time, experts without rows skipped; on a GPU as
-    many as decode into half a gigabyte, with one grouped matmul."""
-    experts = packed[0].shape[0]
+def grouped_matmul(x, ends: list[int], decoder, packed, width: int, transpose: bool):
+    """(S, width); ends[e] is the end of expert e's rows in x. On a CPU one expert at a time, experts without rows skipped;
+    on a GPU as many as decode into half a gigabyte, with one grouped matmul."""
+    experts, out = packed[0].shape[0], x.new_empty(len(x), width)  # (S, width)
     step = max(1, 2**29 // (4 * packed[0][0].numel())) if x.is_cuda else 1
-    outputs = []
     for first in range(0, experts, step):
         last = min(first + step, experts)
         start, stop = ends[first - 1] if first else 0, ends[last - 1]
@@ -290,11 +290,11 @@ def grouped_matmul(x, ends: list[int], decoder, packed, transpose: bool):
         weight = decoder(*[part[first:last] for part in packed], dtype=x.dtype)  # (step, N, K)
         weight = weight.transpose(1, 2) if transpose else weight
         if step == 1:
-            outputs.append(x[start:stop] @ weight[0])
+            torch.mm(x[start:stop], weight[0], out=out[start:stop])
         else:
             offsets = torch.tensor(ends[first:last], dtype=torch.int32, device=x.device) - start  # (step,)
-            outputs.append(F.grouped_mm(x[start:stop], weight, offs=offsets))
-    return torch.cat(outputs)  # (S, N) or (S, K)
+            out[start:stop] = F.grouped_mm(x[start:stop], weight, offs=offsets)
+    return out
 
 
 def experts_forward(self, hidden_states, top_k_index, top_k_weights):

@@ -70,7 +70,7 @@ ARCHITECTURES = {
 }
 
 
-def tiny_checkpoint(name: str, folder: Path, **extra) -> Path:
+def tiny_checkpoint(name: str, folder: Path, std: float = 0.0, **extra) -> Path:
     """A dense random checkpoint saved by transformers."""
     config_class = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
     torch.manual_seed(0)
@@ -79,7 +79,7 @@ def tiny_checkpoint(name: str, folder: Path, **extra) -> Path:
     with torch.no_grad():
         for parameter in model.parameters():  # larger than transformers' initial values, so that errors show
             if parameter.dim() > 1:
-                parameter.normal_(std=parameter.shape[-1] ** -0.5)
+                parameter.normal_(std=std or parameter.shape[-1] ** -0.5)
     model.save_pretrained(folder)
     return folder
 

@@ -37,20 +37,21 @@ def compare(folder: str, lora_targets: str, lora_experts: str) -> dict:
         for k, v in adapter.items()
     }
     nvfp4.save_adapter(folder / "adapter", adapter, lora_rank=8, lora_alpha=16, base_model=str(folder))
-    if (folder / "tokenizer.json").exists():  # real text: on random tokens a real model amplifies rounding five times
+    if (
+        folder / "chat_template.jinja"
+    ).exists():  # real text: on random tokens a real model amplifies rounding five times
         from transformers import AutoTokenizer
 
         questions = [f"What is {a} + {b}?" for a in range(11, 19) for b in (7, 25, 48, 96)]
         conversations = [[{"role": "user", "content": question}] for question in questions]
-        prompts, extra = rollout.encode_prompts(AutoTokenizer.from_pretrained(folder), conversations), {}
+        prompts = rollout.encode_prompts(AutoTokenizer.from_pretrained(folder), conversations)
     else:
         vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
         draw = torch.Generator().manual_seed(2)
         prompts = [torch.randint(5, vocabulary, (12,), generator=draw).tolist() for _ in range(32)]
-        extra = {"skip_tokenizer_init": True}
     rollout.prepare_cpu()
     serve_packed_experts_on_cpu()
-    engine = rollout.build_engine(str(folder), max_model_len=128, max_lora_rank=8, engine_args=extra)
+    engine = rollout.build_engine(str(folder), max_model_len=128, max_lora_rank=8)
     rollout.push_adapter(engine, folder / "adapter", version=0)
 
     def trainer_logprobs(prompt, completion):
@@ -78,14 +79,15 @@ def compare(folder: str, lora_targets: str, lora_experts: str) -> dict:
 def serve_packed_experts_on_cpu() -> None:
     """vLLM has no NVFP4 experts for CPUs: decode one expert at a time, with its LoRA. rollout.py covers linears only."""
     from vllm.model_executor.layers.fused_moe.experts import nvfp4_emulation_moe as emulation
-    from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
     from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
     from vllm.model_executor.layers.quantization import modelopt
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
         compressed_tensors_moe_w4a4_nvfp4 as compressed,
     )
 
-    class DecodedExperts(LoRAExpertsMixin, emulation.Nvfp4QuantizationEmulationTritonExperts):
+    class DecodedExperts(emulation.Nvfp4QuantizationEmulationTritonExperts):
+        supports_lora = staticmethod(lambda: True)
+
         def process_weights_after_loading(self, layer):
             scales = (
                 (layer.w13_weight_scale, layer.w13_weight_scale_2),
@@ -177,7 +179,14 @@ TINY |= {"vocab_size": 512, "num_hidden_layers": 2, "moe_intermediate_size": 128
 )
 def test_qwen3_moe(tmp_path, dialect, a16, targets, experts):
     """A tiny random Qwen3-MoE; the adapter on attention, or on the experts too (vLLM refuses one on experts alone)."""
-    source = tiny_checkpoint("Qwen3Moe", tmp_path / "source", **TINY)
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    # Small weights: with weights of unit gain, rounding to bf16 alone flips the router and moves log-probs by .02.
+    source = tiny_checkpoint("Qwen3Moe", tmp_path / "source", std=0.02, **TINY)
+    words = Tokenizer(WordLevel({str(i): i for i in range(TINY["vocab_size"])}, unk_token="0"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(source)  # vLLM wants one to decode with
     folder = quantized(source, tmp_path / f"{dialect}-{'a16' if a16 else 'a4'}", dialect=dialect, a16=a16)
     check(run(folder, targets, experts))
 
