@@ -106,7 +106,7 @@ NO_SIZE = (  # fields that look like sizes and change no matrix
     r"_token|position_embeddings|_ids?$|chunk_size|logits_to_keep|_group|^n_group|max_length|no_rope|index_topk"
     r"|max_window_layers|sliding_window|^head_dim$|qk_head_dim|num_key_value_heads|_pattern$|layer_end|^moe$|_eps$"
 )
-SIZE = r"size|dim|rank|head|layer|expert|state|conv|mamba|ssm|index|nextn|mtp|block|hc_"
+SIZE = r"size|dim|rank|head|layer|expert|state|conv|mamba|ssm|index|nextn|mtp|block|hc_|channels|width"
 
 
 class Fields:
@@ -250,7 +250,8 @@ def vision_weights(config: dict[str, Any], f: Fields) -> list[Weight]:
         return []
     if not re.match(r"pixtral|siglip|qwen", v.model_type or ""):
         f.odd(f"vision tower of type {v.model_type} counted as a plain one")
-    H, width, merge = v.hidden_size, v.intermediate_size, v.spatial_merge_size or config.get("spatial_merge_size") or 1
+    H, out = (v.embed_dim, v.hidden_size) if v.embed_dim else (v.hidden_size, v.out_hidden_size)  # first: Qwen2-VL
+    width, merge = v.intermediate_size or 4 * H, v.spatial_merge_size or config.get("spatial_merge_size") or 1
     gated = v.hidden_act == "silu" or v.model_type == "pixtral"
     patch = (v.in_channels or v.num_channels or 3) * (v.patch_size or 14) ** 2 * (v.temporal_patch_size or 1)
     blocks = v.depth or v.num_hidden_layers
@@ -259,9 +260,9 @@ def vision_weights(config: dict[str, Any], f: Fields) -> list[Weight]:
         "attention": (blocks * 4 * H, H),
         "mlp": (blocks * (3 if gated else 2) * width, H),
     }
-    if v.out_hidden_size:  # Qwen: an MLP over merge² patches, once more for each deep-stack layer
+    if out:  # Qwen: an MLP over merge² patches, once more for each deep-stack layer
         mergers = 1 + len(v.deepstack_visual_indexes or ())
-        shapes["merger"] = (mergers * (merge**2 * H + v.out_hidden_size), merge**2 * H)
+        shapes["merger"] = (mergers * (merge**2 * H + out), merge**2 * H)
     else:
         shapes["patch_merger"] = (H, merge**2 * H if merge > 1 else 0)
         shapes |= {"projector.linear_1": (f.hidden_size, H), "projector.linear_2": (f.hidden_size, f.hidden_size)}
@@ -446,6 +447,12 @@ def active_parameters(m: Model) -> int:
     return sum(w.out * w.in_ * w.active for w in m.parts if w.kind != "vision")
 
 
+def multiplied_parameters(m: Model) -> int:
+    """Parameters that multiply a token, 2 FLOPs each: the active ones without the table that is only looked up."""
+    head = any(w.kind == "head" for w in m.parts)
+    return active_parameters(m) - head * sum(w.size for w in m.parts if w.kind == "embedding")
+
+
 def adapted(m: Model, run: Run) -> list[Weight]:
     """The matrices with an adapter: attention; with all-linear, MLPs and shared experts; routed experts on request.
 
@@ -562,21 +569,21 @@ def layer_activation_bytes(m: Model, run: Run) -> float:
 
 
 def gradients_in_flight(m: Model) -> float:
-    """Per token, what backward of a layer holds besides: bf16 gradients of down's input and of one of its factors,
-    4·in, of the experts' outputs, and 8·H on the way through a norm and along the residual stream."""
+    """Per token, the bf16 gradients alive in the middle of a layer's backward: of down's input and of one of its two
+    factors, 4·in; of the experts' outputs and weighted outputs, 4·out; of the layer's input and output, 4·H."""
     layers = Counter()
     for w in m.parts:
         if w.name.endswith("down_proj"):
             layers[w.layer] += 4 * w.active * (w.in_ + (w.out if w.kind == "experts" else 0))
-    return max(layers.values(), default=0) + 8 * m.fields.hidden_size
+    return max(layers.values(), default=0) + 4 * m.fields.hidden_size
 
 
 def activation_bytes(m: Model, run: Run) -> float:
-    """tokens·(every layer's activations, or with checkpointing every layer's bf16 input and one layer's activations;
-    the last norm's 6·H; gradients in flight)."""
+    """The peak of a micro-batch: what all layers keep (with checkpointing a bf16 input of each) and the larger of two
+    moments: backward of the last norm, 26·H in fp32, and that of one layer, recomputed where it was not kept."""
     one, layers, H = layer_activation_bytes(m, run), m.fields.num_hidden_layers, m.fields.hidden_size
-    kept = one + 2 * H * layers if run.activation_checkpointing else one * layers
-    return run.max_tokens * (kept + 6 * H + gradients_in_flight(m))
+    kept, again = (2 * H * layers, one) if run.activation_checkpointing else (one * layers, 0)
+    return run.max_tokens * (kept + max(26 * H, again + gradients_in_flight(m)))
 
 
 def mask_bytes(run: Run) -> float:
@@ -702,18 +709,18 @@ def decode_seconds(m: Model, run: Run, sequences: float) -> float:
     read += m.bytes_of(lambda w: w.kind == "experts") * experts_read(m.fields, sequences)
     caches = sequences * kv_cache_bytes(m, run.tp, run.prompt_tokens + run.completion_tokens / 2)
     reading = (read / run.tp + caches) / (device.bandwidth * GB * HBM_SHARE)
-    return max(reading, sequences * 2 * active_parameters(m) / run.tp / (device.tflops * 1e12 * MFU))
+    return max(reading, sequences * 2 * multiplied_parameters(m) / run.tp / (device.tflops * 1e12 * MFU))
 
 
 def step_seconds(m: Model, run: Run, fitting: float) -> dict[str, float]:
     """Seconds of each phase, with `fitting` sequences of mean length in the cache.
 
-    Prefill: 2·active FLOPs for each prompt token, once per group. Decode: completion·requests/concurrent steps.
-    Train: each token passes·(2·active + attention) FLOPs, with 2 passes (forward, and backward through frozen
+    Prefill: 2·multiplied FLOPs for each prompt token, once per group. Decode: completion·requests/concurrent steps.
+    Train: each token passes·(2·multiplied + attention) FLOPs, with 2 passes (forward, and backward through frozen
     weights) and one more to recompute; dequantization moves 4.56 bytes per packed weight and pass; gathering
     overlaps, so the slower counts.
     """
-    device, adapter, active = DEVICES[run.gpu], adapter_parameters(m, run), active_parameters(m)
+    device, adapter, multiplied = DEVICES[run.gpu], adapter_parameters(m, run), multiplied_parameters(m)
     flops, bandwidth = device.tflops * 1e12 * MFU, device.bandwidth * GB * HBM_SHARE
     domain = device.domain if device.domain > 8 else run.gpus_per_node
     link = (device.nvlink if run.shard_size <= domain else device.network) * GB * LINK_SHARE
@@ -721,7 +728,7 @@ def step_seconds(m: Model, run: Run, fitting: float) -> dict[str, float]:
     requests = math.ceil(run.prompts * run.group_size / max(1, run.gpus // run.tp))
     concurrent = max(1.0, min(requests, fitting, ENGINE_SEQS))
     passes = 3 if run.activation_checkpointing else 2
-    per_token = 2 * active + attention_flops(m, run.prompt_tokens + run.completion_tokens)
+    per_token = 2 * multiplied + attention_flops(m, run.prompt_tokens + run.completion_tokens)
     packed = sum(w.size for w, name in zip(m.parts, m.formats) if name != "bf16" and w.layer >= 0)
     multiplying = passes * per_token * step_tokens(run) / run.gpus / flops
     dequantizing = passes * 4.56 * packed * micro_batches(run) / bandwidth
@@ -729,7 +736,7 @@ def step_seconds(m: Model, run: Run, fitting: float) -> dict[str, float]:
     phases = {
         "wake and sleep": 2 * engine_weight_bytes(m, run.tp) / host_link if run.sleep == "level1" else 0.0,
         "adapter to the engine": 2 * adapter / host_link,
-        "prefill": requests / run.group_size * run.prompt_tokens * 2 * active / run.tp / flops,
+        "prefill": requests / run.group_size * run.prompt_tokens * 2 * multiplied / run.tp / flops,
         "decode": run.completion_tokens * requests / concurrent * decode_seconds(m, run, concurrent),
         "train": max(multiplying + dequantizing, gathering),
     }
@@ -850,7 +857,7 @@ def report(p: dict[str, Any]) -> str:
     parameters, active, size = p["parameters"] / GB, p["active_parameters"] / GB, p["weight_bytes"] / GB
     with_sum = lambda rows: rows | {"sum": sum(rows.values())}  # noqa: E731
     lines = [
-        f"{parameters:,.2f} B parameters, {active:,.2f} B active, {size:,.1f} GB; {p['adapter_parameters']:,} of LoRA",
+        f"{parameters:,.2f} B parameters, {active:,.2f} B active, {size:,.1f} GB; LoRA {p['adapter_parameters']:,}",
         table("parameters by part, 10⁹", p["parameters_by_kind"]),
         table("parameters by format, 10⁹", p["parameters_by_format"]),
         f"{run['nodes']} nodes, {run['gpus']} ranks: {run['replicas']} engines of {run['tp']}, "
@@ -859,7 +866,7 @@ def report(p: dict[str, Any]) -> str:
         f"  the cache holds {p['sequences_at_context']} sequences of {run['context']} tokens, "
         f"{p['sequences_at_mean_length']} of mean length; gpu_memory_utilization {p['gpu_memory_utilization']}",
         table(f"training, GB per GPU {there}", with_sum(p["train"])),
-        f"  {p['micro_batches']} micro-batches of {run['max_tokens']} tokens; up to {p['largest_max_tokens']} would fit",
+        f"  {p['micro_batches']} micro-batches of {run['max_tokens']} tokens; {p['largest_max_tokens']} would fit",
         table("host memory, GB per node", with_sum(p["host_per_node"])),
         table("received by each rank, GB", p["wire"]),
         table("seconds", p["seconds"], 1),
