@@ -586,18 +586,21 @@ def activation_bytes(m: Model, run: Run) -> float:
     return run.max_tokens * (kept + max(26 * H, again + gradients_in_flight(m)))
 
 
-def mask_bytes(run: Run) -> float:
-    """train_grpo.grouped_attention masks a segment with int32 distances and two boolean (t, t): 6·t²."""
-    return 6 * min(run.max_tokens, run.prompt_tokens + run.group_size * run.completion_tokens) ** 2
+def mask_bytes(m: Model, run: Run) -> float:
+    """train_grpo.grouped_attention: int32 distances and boolean masks of a segment, 6·t², and the mask that attention
+    keeps for backward as bf16, 2·t², of every layer that is not recomputed."""
+    segment = min(run.max_tokens, run.prompt_tokens + run.group_size * run.completion_tokens)
+    return segment**2 * (6 + 2 * (1 if run.activation_checkpointing else m.fields.num_hidden_layers))
 
 
 def logits_bytes(m: Model, run: Run) -> float:
-    """train_grpo.TokenLogprobs: a chunk of logits in bf16, in fp32, as probabilities and as their gradient (14
-    bytes), the picked hidden states and their gradient in bf16, and the head in bf16 where it is stored packed."""
+    """train_grpo.TokenLogprobs, 16 bytes per logit of a chunk (bf16, fp32, probabilities, gradient, and what is left
+    of the chunk before), the picked hidden states and their gradient in bf16, and in bf16 a head that is stored
+    packed."""
     H, V = m.fields.hidden_size, m.fields.vocab_size
     packed = any(w.kind == "head" and name != "bf16" for w, name in zip(m.parts, m.formats))
     chunk = min(run.max_tokens, max(16, LOGITS_OF_A_CHUNK // V))
-    return 14 * chunk * V + 4 * run.max_tokens * H + (2 * V * H if packed else 0)
+    return 16 * chunk * V + 4 * run.max_tokens * H + (2 * V * H if packed else 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -620,7 +623,7 @@ def phase_memory(m: Model, run: Run) -> tuple[dict[str, float], dict[str, float]
         "gathered layers": gathered_bytes(m, run.shard_size),
         "decoded weight": decoded_bytes(m),
         "activations": activation_bytes(m, run),
-        "attention mask": mask_bytes(run),
+        "attention mask": mask_bytes(m, run),
         "logits": logits_bytes(m, run),
     }
     if run.sleep != "level1":

@@ -28,6 +28,8 @@ from plan import (
     gathered_bytes,
     kv_cache_bytes,
     layer_activation_bytes,
+    logits_bytes,
+    mask_bytes,
     micro_batches,
     phase_memory,
     plan,
@@ -43,16 +45,15 @@ NVFP4_EXPERTS = "nvfp4-experts,fp8-linears"
 # Fields of the models' own config.json.
 QWEN3_8B = {
     "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288,
-    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False,
+    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "tie_word_embeddings": False,
 }  # fmt: skip
 QWEN25_72B = {
-    "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 8192,
-    "intermediate_size": 29568,
+    "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568,
     "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "tie_word_embeddings": False,
 }  # fmt: skip
 LLAMA31_405B = {
-    "model_type": "llama", "vocab_size": 128256, "hidden_size": 16384,
-    "intermediate_size": 53248,
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": 16384, "intermediate_size": 53248,
     "num_hidden_layers": 126, "num_attention_heads": 128, "num_key_value_heads": 8, "tie_word_embeddings": False,
 }  # fmt: skip
 DEEPSEEK_V3 = {
@@ -63,10 +64,9 @@ DEEPSEEK_V3 = {
     "first_k_dense_replace": 3, "moe_layer_freq": 1,
 }  # fmt: skip
 GPT_OSS_120B = {
-    "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "num_hidden_layers": 36, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 128,
-    "num_experts_per_tok": 4, "tie_word_embeddings": False, "sliding_window": 128,
+    "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
+    "num_hidden_layers": 36, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+    "num_local_experts": 128, "num_experts_per_tok": 4, "tie_word_embeddings": False, "sliding_window": 128,
     "layer_types": ["sliding_attention", "full_attention"] * 18, "quantization_config": {"quant_method": "mxfp4"},
 }  # fmt: skip
 TINY = {
@@ -394,6 +394,42 @@ def test_memory_of_a_real_step(tmp_path, model_type, checkpointing):
     # The CPU decodes through an int32 index, 4 bytes a weight instead of 2; gradients are alive at the peak.
     peak = train["activations"] + train["gathered layers"] + 2 * train["decoded weight"] + train["gradient, fp32"]
     assert peak == pytest.approx(measured["peak"], rel=0.1)
+
+
+def test_memory_of_the_trainers_logits():
+    """Three chunks of a head with 32,000 words, forward and backward."""
+    torch, train_grpo = pytest.importorskip("torch"), pytest.importorskip("train_grpo")
+    tokens, H, V = 3000, 64, 32000
+    hidden = torch.randn(tokens, H).bfloat16().requires_grad_()  # (S, H)
+    weight, targets = torch.randn(V, H).bfloat16(), torch.randint(0, V, (tokens,))  # (V, H), (S,)
+    with live_bytes(torch) as live:
+        for tensor in (hidden, weight, targets):
+            live.add(tensor)
+        start = live.now()
+        logprobs, _ = train_grpo.TokenLogprobs.apply(hidden, weight, None, targets, 1.0, 1.0, None)
+        logprobs.sum().backward()
+    m = read_model(TINY | {"vocab_size": V})
+    assert logits_bytes(m, complete(Run(gpus=1, gpu_memory=1, max_tokens=tokens))) == pytest.approx(
+        live.peak - start, rel=0.1
+    )
+
+
+def test_memory_of_the_trainers_attention_mask():
+    """One segment of 1,024 tokens; its queries, keys and values are counted with the layer's activations."""
+    torch, train_grpo = pytest.importorskip("torch"), pytest.importorskip("train_grpo")
+    tokens = 1024
+    query, key, value = (torch.randn(1, 2, tokens, 8).bfloat16().requires_grad_() for _ in range(3))  # (1, heads, T, D)
+    layout = torch.stack([torch.zeros(tokens), torch.ones(tokens), torch.arange(tokens)]).int()[
+        None, None
+    ]  # (1, 1, 3, T)
+    with live_bytes(torch) as live:
+        for tensor in (query, key, value, layout):
+            live.add(tensor)
+        start = live.now()
+        output, _ = train_grpo.grouped_attention(torch.nn.Module(), query, key, value, layout)
+        output.backward(torch.ones_like(output))
+    run = complete(Run(gpus=1, gpu_memory=1, max_tokens=tokens))
+    assert mask_bytes(read_model(TINY), run) == pytest.approx(live.peak - start, rel=0.15)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
