@@ -644,19 +644,17 @@ def budget(run: Run) -> float:
 def host_memory(m: Model, run: Run) -> dict[str, float]:
     """Bytes of a node: each rank's process, its engine weights while they sleep at level 1, and the peak of loading,
     a shard, the largest tensor and 1 GiB (what model_nvfp4.load_weights promises)."""
-    ranks, asleep = min(run.gpus, run.gpus_per_node), run.sleep == "level1"
+    ranks = min(run.gpus, run.gpus_per_node)
+    engine = engine_weight_bytes(m, run.tp) + 2 * adapter_parameters(m, run) / run.tp
     return {
         "processes": ranks * PROCESS * GB,
-        "engine weights asleep": ranks
-        * asleep
-        * (engine_weight_bytes(m, run.tp) + 2 * adapter_parameters(m, run) / run.tp),
+        "engine weights asleep": ranks * engine if run.sleep == "level1" else 0.0,
         "loading": ranks * (m.bytes / run.shard_size + max(m.sizes) + 2**30),
     }
 
 
 def largest_micro_batch(m: Model, run: Run) -> int:
-    """The largest --max-tokens, in steps of 1024, with which training fits; 0 when none does. Bisection: the mask is
-    t²."""
+    """The largest --max-tokens, a multiple of 1024, with which training fits; 0 when none does. By bisection."""
     low, high = 0, 1024
     while low < high:
         middle = (low + high + 1) // 2
@@ -705,8 +703,7 @@ def attention_flops(m: Model, tokens: float) -> float:
 
 
 def decode_seconds(m: Model, run: Run, sequences: float) -> float:
-    """One token for each of `sequences`: the slower of reading the touched weights and the caches, and 2·active
-    FLOPs."""
+    """One token for each sequence: the slower of reading touched weights and caches, and of 2·multiplied FLOPs."""
     device = DEVICES[run.gpu]
     read = m.bytes_of(lambda w: w.kind not in ("experts", "vision", "embedding"))
     read += m.bytes_of(lambda w: w.kind == "experts") * experts_read(m.fields, sequences)
@@ -778,7 +775,8 @@ def refusals(m: Model, run: Run, generate: dict[str, float], train: dict[str, fl
     needed = (sum(train.values()) - train.get("KV cache", 0)) / GB
     if needed > there:
         largest = largest_micro_batch(m, run)
-        way_out = f"--max-tokens {largest} fits" if largest else "use more GPUs or a larger --shard-size"
+        way_out = "use more GPUs, a larger --shard-size" + (" or --sleep level1" if run.sleep != "level1" else "")
+        way_out = f"--max-tokens {largest} fits" if largest else way_out
         reasons.append(f"training: {needed:.1f} GB are needed and {there:.1f} are there; {way_out}")
     host = sum(host_memory(m, run).values())
     if run.host_memory is not None and host > run.host_memory * SOLD:

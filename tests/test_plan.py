@@ -370,7 +370,7 @@ def test_memory_of_a_real_step(tmp_path, model_type, checkpointing):
     """Each figure of the training phase within 10 % of what one CPU rank allocates."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     model_nvfp4 = pytest.importorskip("model_nvfp4")
-    shape = TINY | {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 8}
+    shape = TINY | {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 12, "num_attention_heads": 8}
     shape |= {"model_type": model_type, "num_key_value_heads": 4, "head_dim": 32}
     config = transformers.AutoConfig.for_model(**shape)
     torch.manual_seed(0)
@@ -384,7 +384,7 @@ def test_memory_of_a_real_step(tmp_path, model_type, checkpointing):
         recipe="max",
         dialect="compressed-tensors",
     )
-    tokens, rank = 1024, 8
+    tokens, rank = 2048, 8
     measured = measure(tmp_path / "packed", tokens, rank, checkpointing)
     m = read_model(read_config(tmp_path / "packed"))
     flags = {"max_tokens": tokens, "lora_rank": rank, "activation_checkpointing": checkpointing}
@@ -393,7 +393,7 @@ def test_memory_of_a_real_step(tmp_path, model_type, checkpointing):
         assert train[name] == pytest.approx(measured[name], rel=0.1), name
     # The CPU decodes through an int32 index, 4 bytes a weight instead of 2; gradients are alive at the peak.
     peak = train["activations"] + train["gathered layers"] + 2 * train["decoded weight"] + train["gradient, fp32"]
-    assert peak == pytest.approx(measured["peak"], rel=0.1)
+    assert peak == pytest.approx(measured["peak"], rel=0.06)  # tight enough to see a checkpoint of half the size
 
 
 def test_memory_of_the_trainers_logits():
