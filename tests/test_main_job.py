@@ -312,6 +312,58 @@ def test_two_ranks_have_the_gradient_of_one(dtype, tolerance, groups, tmp_path):
     assert ((one - two).norm() / one.norm()).item() < tolerance
 
 
+PROBE_SCRIPT = """
+import os, sys
+sys.path.insert(0, {project!r})
+import torch.distributed as dist
+import model_nvfp4, rollout, train_grpo
+
+for name, value in dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0").items():
+    os.environ[name] = value
+dist.init_process_group("gloo")
+model_dir, folder = sys.argv[1:]
+engine = rollout.build_engine(model_dir, max_model_len=160, max_lora_rank=8, max_num_seqs=8)
+train_grpo.register_attention()
+policy = train_grpo.Policy(
+    model_nvfp4.build_model(model_dir, lora_rank=8, lora_alpha=16, attn_implementation="grouped")
+)
+model_nvfp4.shard(policy)
+model_nvfp4.load_weights(policy, model_dir)
+adapter = model_nvfp4.lora_state_dict(policy)
+problems = train_grpo.arithmetic_problems(0)[0][:4]
+prompts = rollout.encode_prompts(engine.get_tokenizer(), [p.messages for p in problems])
+
+def push(tensors, only=lambda name: True):
+    kept = {{name: t if only(name) else adapter[name] for name, t in tensors.items()}}
+    model_nvfp4.save_adapter(folder, kept, lora_rank=8, lora_alpha=16, base_model=model_dir)
+    rollout.push_adapter(engine, folder, version=0)
+
+settings = dict(max_tokens=16, max_gap=0.1)
+results = train_grpo.parity_probe(engine, policy, adapter, prompts, push=push, **settings)
+print("KINDS", sorted(results))
+after = model_nvfp4.lora_state_dict(policy)
+assert all((after[name] == adapter[name]).all() for name in adapter), "the probe must leave the policy as it was"
+broken = lambda tensors: push(tensors, only=lambda name: "up_proj" not in name)  # an engine that ignores one kind
+try:
+    train_grpo.parity_probe(engine, policy, adapter, prompts, push=broken, **settings)
+except model_nvfp4.UserError as error:
+    print("STOPPED", error)
+rollout.shutdown(engine)
+"""
+
+
+@pytest.mark.slow
+def test_the_probe_finds_an_adapter_that_the_engine_ignores(tmp_path):
+    script = tmp_path / "probe.py"
+    script.write_text(PROBE_SCRIPT.format(project=str(PROJECT)))
+    command = [sys.executable, str(script), str(MODEL), str(tmp_path / "adapter")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    kinds = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert f"KINDS {kinds}" in done.stdout
+    assert re.search(r"STOPPED parity probe: with a large adapter on up_proj alone", done.stdout), done.stdout
+
+
 # --- The whole job: it learns, and what it learned is in the adapter -------------------------------------------------
 
 
