@@ -334,10 +334,10 @@ def grouped_attention(
     for length in lengths.tolist():
         part = slice(start, start + length)
         completion, position = attention_mask[0, 0, 1, part], attention_mask[0, 0, 2, part]  # (t,)
-        distance = position[:, None] - position[None, :]  # (t, t)
-        visible = (distance >= 0) & ((completion == 0) | (completion[:, None] == completion[None, :]))  # (t, t)
+        visible = (completion == 0) | (completion[:, None] == completion)  # (t, t)
+        visible &= position[:, None] >= position
         if sliding_window is not None:
-            visible &= distance < sliding_window
+            visible &= position > position[:, None] - sliding_window
         q, k, v = query[:, :, part], key[:, :, part], value[:, :, part]  # (1, heads, t, D)
         if softcap is None and s_aux is None:
             output = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scaling)  # (1, heads, t, D)
