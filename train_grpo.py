@@ -329,8 +329,6 @@ def grouped_attention(
     start = 0
     _, lengths = torch.unique_consecutive(attention_mask[0, 0, 0], return_counts=True)  # (segments,)
     groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)  # (1, heads, T, D)
     for length in lengths.tolist():
         part = slice(start, start + length)
         completion, position = attention_mask[0, 0, 1, part], attention_mask[0, 0, 2, part]  # (t,)
@@ -340,8 +338,11 @@ def grouped_attention(
             visible &= position > position[:, None] - sliding_window
         q, k, v = query[:, :, part], key[:, :, part], value[:, :, part]  # (1, heads, t, D)
         if softcap is None and s_aux is None:
-            output = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scaling)  # (1, heads, t, D)
+            output = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=visible, scale=scaling, enable_gqa=groups > 1
+            )  # (1, heads, t, D)
         else:
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)  # (1, heads, t, D)
             scores = (q @ k.transpose(2, 3)).float() * (scaling or q.shape[-1] ** -0.5)  # (1, heads, t, t)
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
