@@ -15,6 +15,11 @@ What the numbers are (n problems, k samples each, c of a problem's k right, p = 
 3. pass@j is the unbiased estimate 1 − C(k − c, j) / C(k, j) (Chen et al. 2021); maj@k splits ties evenly, and a sample
    without an answer is no vote. A sample that ran into the token limit is wrong, whatever it had boxed by then.
 
+Seeds depend on (seed, problem, sample) only, but an engine rounds a little differently when other requests are in the
+batch, and then a sample parts ways with its twin. Another number of ranks is therefore another, equally valid draw; a
+resumed run favours short samples a little, since the ones that were cut short are drawn again. With `--exact` both give
+the same samples.
+
 What is left out, and why:
 1. No binomial error over n·k samples: samples of one problem are not independent, and it would be far too small.
 2. No bootstrap: with 30 problems it covers no better than the t interval, and the sign-flip test below is exact.
@@ -113,7 +118,7 @@ def read_problems(
             for config in benchmark.configs
             for row in hub_rows(benchmark.hub, config, benchmark.split, benchmark.revision)
         ]
-    elif Path(name).suffix in (".jsonl", ".json") or Path(name).exists():
+    elif Path(name).suffix in (".jsonl", ".json") or Path(name).is_file():
         rows = read_rows(Path(name))
     elif re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         rows = hub_rows(name, None, split or "train", None)
@@ -127,10 +132,11 @@ def read_problems(
         for key in (prompt_key, answer_key):
             if key not in row:
                 raise UserError(f"{place} has no key {key!r}, only {', '.join(row)} (see --prompt-key, --answer-key).")
-            if row[key] is None or not str(row[key]).strip():
-                raise UserError(f"{place} has an empty {key!r}.")
-        answer = str(row[answer_key]).rpartition("####")[2].strip()  # GSM8K writes its solution before the answer
-        problems.append(Problem(problem_id(name, row, number), str(row[prompt_key]).strip(), answer))
+        text, answer = ("" if row[key] is None else str(row[key]).strip() for key in (prompt_key, answer_key))
+        answer = answer.rpartition("####")[2].strip()  # GSM8K writes its solution before the answer
+        if not text or not answer:
+            raise UserError(f"{place} has an empty {(answer_key if text else prompt_key)!r}.")
+        problems.append(Problem(problem_id(name, row, number), text, answer))
     if not problems:
         raise UserError(f"{name} holds no problem.")
     twice = [id for id, count in Counter(problem.id for problem in problems).items() if count > 1]
@@ -365,8 +371,8 @@ def evaluate(
 
     Call inside `with awake(engine)`, after `push_adapter` when `use_adapter`. With `samples_path` (in a folder that all
     ranks see) each rank appends its samples to its own part file as they finish; a later call with the same settings,
-    on any number of ranks, draws only what is missing and returns what an undisturbed run would have. `settings` is
-    whatever else the report should state (model, adapter …); resuming compares it too.
+    on any number of ranks, draws only what is missing. `settings` is whatever else the report should state (model,
+    adapter …); resuming compares it too.
     """
     import torch.distributed as dist
     from tqdm import tqdm
@@ -737,6 +743,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--top-p", type=float, default=0.95, help="0.95 is usual for AIME; 0.7 to compare with DAPO's numbers")
     add("--max-tokens", type=int, help="longest completion; default 32768 or what the context leaves")
     add("--seed", type=int, default=0, help="same seed, same draws, on any number of ranks")
+    add("--exact", action="store_true", help="one request at a time: slow, but the same samples to the bit (see top)")
 
     add = parser.add_argument_group("output").add_argument
     add("--out", type=Path, help="folder for samples and report, resumed if unfinished; default runs/eval-…")
@@ -786,13 +793,15 @@ def run(args: argparse.Namespace) -> None:
             f"{args.model} is {context}, which leaves {context - longest}."
         )
 
+    alone = {"max_num_seqs": 1, "enable_prefix_caching": False} if args.exact else {}
+    engine_args = alone | args.engine_args
     if "RANK" in os.environ:  # started by torchrun
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     engine = rollout.build_engine(
         str(args.model), max_model_len=longest + max_tokens, max_lora_rank=lora_rank, seed=args.seed, tp=args.tp,
-        sleep="off", gpu_memory_utilization=args.gpu_memory, engine_args=args.engine_args,
+        sleep="off", gpu_memory_utilization=args.gpu_memory, engine_args=engine_args,
     )  # fmt: skip
     with rollout.awake(engine):
         if args.adapter:
@@ -806,7 +815,7 @@ def run(args: argparse.Namespace) -> None:
                 "benchmark": args.benchmark, "model": str(args.model),
                 "adapter": args.adapter and str(args.adapter),
                 "adapter_hash": args.adapter and digest_of((args.adapter / "adapter_model.safetensors").read_bytes()),
-                "engine_args": args.engine_args,
+                "engine_args": engine_args,
             },
         )  # fmt: skip
     if not dist.is_initialized() or dist.get_rank() == 0:

@@ -37,7 +37,7 @@ class Letters:
         return list(conversation[0]["content"].encode())
 
 
-def replay(monkeypatch, answer, stop_after=None):
+def replay(monkeypatch, answer, stop_after=None, finish_reason="stop"):
     """In place of the engine: sample j of problem i answers `answer(i, j)`; after `stop_after` samples it is killed."""
     drawn = []
 
@@ -51,7 +51,7 @@ def replay(monkeypatch, answer, stop_after=None):
             assert bytes(prompt).decode() == TEMPLATE.format(problem=PROBLEMS[i].problem)
             text, drawn_tokens = f"So \\boxed{{{answer(i, j)}}}", [1] * (5 + j)
             drawn.append(seed)
-            on_sample(index, rollout.Sample(prompt, drawn_tokens, [0.0] * len(drawn_tokens), text, "stop", seed))
+            on_sample(index, rollout.Sample(prompt, drawn_tokens, [0.0] * len(drawn_tokens), text, finish_reason, seed))
 
     monkeypatch.setattr(rollout, "generate", generate)
     return drawn
@@ -89,6 +89,12 @@ def test_recorded_samples_give_closed_forms(monkeypatch, answer, avg, right):
     assert report["tokens_mean"] == 8.5  # 5 to 12 tokens
 
 
+def test_right_answers_that_were_cut_off_are_wrong(monkeypatch):
+    replay(monkeypatch, lambda i, j: 100 + i, finish_reason="length")
+    report = run()
+    assert (report["avg"], report["maj"], report["truncated"], report["truncated_with_right_answer"]) == (0, 0, 1, 240)
+
+
 def test_every_sample_is_on_file_once(monkeypatch, tmp_path):
     replay(monkeypatch, lambda i, j: 100 + i)
     report = run(tmp_path / "samples.jsonl")
@@ -116,6 +122,8 @@ def test_an_interrupted_run_goes_on(monkeypatch, tmp_path):
     drawn = replay(monkeypatch, answer)
     assert run(path) == whole
     assert len(drawn) == 240 - 99
+    rows = read_samples(path)
+    assert len(rows) == len({(row["problem"], row["sample"]) for row in rows}) == 240
     drawn = replay(monkeypatch, answer)
     assert run(path) == whole
     assert drawn == []
@@ -315,14 +323,10 @@ def smollm(tmp_path_factory):
     return made
 
 
-def command(ranks, model, out, *more):
-    """The README's command; one request at a time, so that no sample depends on which others are in the batch."""
-    alone = '{"max_num_seqs": 1, "enable_prefix_caching": false}'
+def command(ranks, model, out):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks, "--standalone"]
-    flags = ["--model", model, "--benchmark", "aime2024", "--data-dir", DATA, "--k", 8, "--max-tokens", 8]
-    return [
-        str(word) for word in [*torchrun, ROOT / "eval_aime.py", *flags, "--out", out, "--engine-args", alone, *more]
-    ]
+    flags = ["--benchmark", "aime2024", "--data-dir", DATA, "--k", 8, "--max-tokens", 8, "--exact"]
+    return [str(word) for word in [*torchrun, ROOT / "eval_aime.py", "--model", model, *flags, "--out", out]]
 
 
 def samples_of(folder):
