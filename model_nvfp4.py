@@ -1,42 +1,49 @@
 """NVFP4 checkpoints as frozen, packed, sharded base models for LoRA training, and the commands that make and show them.
 
-    python model_nvfp4.py quantize SRC DST --a16     # SRC: a Hugging Face folder, a Hub name or a .gguf file
+    python model_nvfp4.py quantize SRC DST --a16      # SRC: a Hugging Face folder, a Hub name or a .gguf file
     python model_nvfp4.py inspect DST
 
-The format. A weight matrix W (N, K) is cut into blocks of 16 consecutive k. Each weight is a 4-bit E2M1 code, each block
-has an 8-bit E4M3 scale, each matrix one fp32 global scale, in all 4.5 bits a weight:
+The format. A weight matrix W (N, K) is cut into blocks of 16 consecutive k. Each weight is a 4-bit E2M1 code, each
+block has an 8-bit E4M3 scale and each matrix one fp32 global scale, together 4.5 bits a weight:
 
-    W[n, k] = E2M1[code[n, k]] * E4M3[scale[n, k // 16]] * global_scale          (in fp32, then rounded once to bf16)
+    W[n, k] = E2M1[code[n, k]] * E4M3[scale[n, k // 16]] * global_scale         (in fp32, rounded once to bf16)
 
-Two codes share a byte, the even k in the low nibble. compressed-tensors stores 1/global_scale (`weight_global_scale`,
-divide), ModelOpt stores it as it is (`weight_scale_2`, multiply); everything else is the same bytes.
+Two codes share a byte, the even k in the low nibble. compressed-tensors stores 1/global_scale (`weight_global_scale`),
+ModelOpt stores it as it is (`weight_scale_2`); all other bytes are the same.
 
 Training. `build_model` makes the transformers model on the meta device, swaps every module whose weight the checkpoint
-packs and lets stock peft put LoRA beside it; `shard` cuts it with FSDP2; `load_weights` reads each rank's rows, and only
-those, into place. The packed bytes are what is sharded, gathered and saved for backward; bf16 weights exist for one
-matrix at a time, once in forward and once again in backward (a 4-bit matmul cannot run backward: blocks lie along K, and
-dgrad contracts over N).
+packs, and lets stock peft put LoRA beside it; `shard` cuts it with FSDP2; `load_weights` reads each rank's rows, and
+only those, into place. Packed bytes are what is sharded, gathered and saved for backward. A bf16 weight exists for one
+matrix at a time, in forward and again in backward: a 4-bit matmul cannot run backward, because the blocks lie along K
+and dgrad contracts over N.
 
 Left out, with the reason:
-1. Activations stay bf16, also for W4A4 checkpoints: vLLM computes W4A16 everywhere except on Blackwell linears. Serve
-   those weight-only as well (`linear_backend="marlin"`), or quantize with --a16, which every engine serves alike.
+1. Activations stay bf16, also for W4A4 checkpoints and FP8 layers. vLLM computes NVFP4 as W4A16 everywhere except in
+   Blackwell's linears; serve those weight-only too (`linear_backend="marlin"`) or quantize with --a16.
 2. No merge of the adapter into the 4-bit weights: rounding eats most of what LoRA learned.
-3. No calibration data: block scales come from the weights, activation scales of W4A4 are one constant.
-4. AWQ and SVDQuant side tensors (`pre_quant_scale`, `svdquant_lora_*`), MXFP4 and integer formats are refused by name.
+3. No calibration: block scales come from the weights alone, the activation scale of W4A4 is a constant.
+4. Experts that a model holds transposed (gpt-oss) or that a dense checkpoint stores as one tensor stay as they are.
+5. AWQ and SVDQuant side tensors, MXFP4 and integer formats are refused by name.
 
-Axes: N out_features · K in_features · E experts · T tokens · r LoRA rank.
+Axes: N out_features · K in_features · E experts · S (token, expert) pairs · r LoRA rank.
 """
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import sys
+from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +55,12 @@ from torch.distributed.tensor import DTensor
 
 BLOCK = 16
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # (16,)
+FP8_BLOCK = 128  # edge of the square blocks of block-wise FP8
+# vLLM multiplies each of these groups as one matrix and keeps one of their global scales for all.
+FUSED = [
+    ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("wq", "wk", "wv"),
+    ("q_a_proj", "kv_a_proj_with_mqa"), ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"),
+]  # fmt: skip
 
 
 class UserError(ValueError):
@@ -60,70 +73,146 @@ class UserError(ValueError):
 
 def decode_reference(packed, scale, global_scale, dtype=torch.bfloat16):
     """The definition in plain torch. packed (…, N, K/2) uint8, scale (…, N, K/16) uint8 view of e4m3, global_scale fp32
-    multiplier of one element or one per leading index (E,); returns (…, N, K) in `dtype`.
+    multiplier, one element or one per expert (E,); returns (…, N, K) in `dtype`.
 
-    The product is taken in fp32: with the scale rounded to bf16 first, one bf16 result in seven is wrong.
+    The product is taken in fp32: with the scale rounded to bf16 first, several weights in a hundred come out wrong.
     """
     codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).long()  # (…, N, K)
     values = E2M1.to(packed.device)[codes].unflatten(-1, (-1, BLOCK))  # (…, N, K/16, 16)
-    scale = scale.view(torch.float8_e4m3fn).float() * global_scale.reshape(
-        -1, *[1] * (packed.dim() - 1)
-    )  # (…, N, K/16)
-    return (values * scale.reshape(values.shape[:-1]).unsqueeze(-1)).flatten(-2).to(dtype)  # (…, N, K)
+    global_scale = global_scale.reshape(-1, *[1] * (packed.dim() - 1))  # (E or 1, 1, 1)
+    scale = (scale.view(torch.float8_e4m3fn).float() * global_scale).reshape(values.shape[:-1])  # (…, N, K/16)
+    return (values * scale.unsqueeze(-1)).flatten(-2).to(dtype)  # (…, N, K)
+
+
+def decode_table(packed, scale, global_scale, dtype=torch.bfloat16):
+    """`decode_reference` for one matrix, as one gather: a (scale byte, code byte) pair stands for two weights, so all
+    65,536 pairs are decoded once (.07 ms), and one integer fetched is two weights."""
+    byte = torch.arange(256, dtype=torch.uint8, device=packed.device)  # (256,)
+    values = E2M1.to(packed.device)[torch.stack((byte & 15, byte >> 4), dim=-1).long()]  # (256, 2)
+    scales = byte.view(torch.float8_e4m3fn).float() * global_scale  # (256,)
+    table = (values * scales[:, None, None]).to(dtype)  # (256, 256, 2)
+    table = table.view({2: torch.int32, 4: torch.int64}[dtype.itemsize]).flatten()  # (65536,)
+    index = (scale.int() << 8).unsqueeze(-1) | packed.unflatten(-1, (-1, BLOCK // 2))  # (N, K/16, 8)
+    return table.index_select(0, index.flatten()).view(dtype).view(packed.shape[0], -1)  # (N, K)
+
+
+if find_spec("triton"):
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def decode_kernel(packed_ptr, scale_ptr, global_ptr, out_ptr, num_bytes, expert_bytes, TILE: tl.constexpr):
+        """One program decodes TILE code bytes into 2·TILE weights, both formats by arithmetic on bits: an instruction
+        that converts fp8 exists from sm_89 on only."""
+        at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+        mask = at < num_bytes
+        byte = tl.load(packed_ptr + at, mask=mask, other=0).to(tl.int32)
+        e4m3 = tl.load(scale_ptr + at // 8, mask=mask, other=0).to(tl.int32)
+        exponent, mantissa = (e4m3 >> 3) & 15, e4m3 & 7
+        normal = (((exponent + 120) << 23) | (mantissa << 20)).to(tl.float32, bitcast=True)  # 120 = 127 - 7
+        scale = tl.where(exponent == 0, mantissa.to(tl.float32) * 0.001953125, normal)  # subnormal: mantissa * 2**-9
+        scale = tl.where((e4m3 & 127) == 127, float("nan"), scale)
+        scale = tl.where(e4m3 >= 128, -scale, scale) * tl.load(global_ptr + at // expert_bytes, mask=mask, other=0.0)
+        pair = tl.join(byte & 15, byte >> 4)  # (TILE, 2), even k first
+        exponent, mantissa = (pair >> 1) & 3, pair & 1
+        normal = (((exponent + 126) << 23) | (mantissa << 22)).to(tl.float32, bitcast=True)  # 126 = 127 - 1
+        value = tl.where(exponent == 0, mantissa.to(tl.float32) * 0.5, normal)
+        value = (value.to(tl.int32, bitcast=True) | ((pair >> 3) << 31)).to(tl.float32, bitcast=True)  # keeps -0
+        out = (value * tl.expand_dims(scale, 1)).to(out_ptr.dtype.element_ty)
+        place = tl.expand_dims(at * 2, 1) + tl.expand_dims(tl.arange(0, 2), 0)
+        tl.store(out_ptr + place, out, mask=tl.expand_dims(mask, 1))
+
+
+def decode_triton(packed, scale, global_scale, dtype=torch.bfloat16):
+    """`decode_reference` on a GPU; matrices and (E, N, K) stacks alike."""
+    assert packed.is_contiguous(), "the kernel walks the codes as flat bytes"
+    assert scale.is_contiguous(), "the kernel walks the scales as flat bytes"
+    out = torch.empty(*packed.shape[:-1], packed.shape[-1] * 2, dtype=dtype, device=packed.device)  # (…, N, K)
+    expert_bytes = packed.numel() // global_scale.numel()
+    grid = (triton.cdiv(packed.numel(), 1024),)
+    decode_kernel[grid](packed, scale, global_scale, out, packed.numel(), expert_bytes, TILE=1024)
+    return out
 
 
 def decode(packed, scale, global_scale, dtype=torch.bfloat16):
     """The fast decode for the tensor's device, bit-equal to `decode_reference` (same arguments)."""
+    if packed.is_cuda:
+        return decode_triton(packed, scale, global_scale, dtype)
     if packed.dim() == 3:
-        return torch.stack([decode(*parts, dtype=dtype) for parts in zip(packed, scale, global_scale)])  # (E, N, K)
-    # Every (scale byte, code byte) pair stands for two weights: decode all 65,536 pairs once (.07 ms), then fetch two
-    # weights with one gather of one integer. 3 times the naive speed on two cores, and exact by construction.
-    byte = torch.arange(256, dtype=torch.uint8, device=packed.device)  # (256,)
-    values = E2M1.to(packed.device)[torch.stack((byte & 15, byte >> 4), dim=-1).long()]  # (256, 2)
-    scales = byte.view(torch.float8_e4m3fn).float() * global_scale  # (256,)
-    table = (
-        (values * scales[:, None, None]).to(dtype).view({2: torch.int32, 4: torch.int64}[dtype.itemsize])
-    )  # (256, 256, 1)
-    index = (scale.int() << 8).unsqueeze(-1) | packed.unflatten(-1, (-1, BLOCK // 2))  # (N, K/16, 8)
-    return table.flatten().index_select(0, index.flatten()).view(dtype).view(packed.shape[0], -1)  # (N, K)
+        return torch.stack(
+            [decode_table(*parts, dtype=dtype) for parts in zip(packed, scale, global_scale)]
+        )  # (E, N, K)
+    return decode_table(packed, scale, global_scale, dtype)
 
 
-def quantize_tensor(weight, amax, recipe="max"):
+def decode_fp8(codes, scale, dtype=torch.bfloat16):
+    """codes (…, N, K) uint8 view of e4m3, scale (…, N, 4·C) bytes of fp32 (…, N, C), C = 1 or one per 128 columns."""
+    weight, scale = codes.view(torch.float8_e4m3fn).float(), scale.view(torch.float32)  # (…, N, K), (…, N, C)
+    if scale.shape[-1] > 1:
+        scale = scale.repeat_interleave(FP8_BLOCK, dim=-1)[..., : weight.shape[-1]]  # (…, N, K)
+    return (weight * scale).to(dtype)
+
+
+def encode(weight, amax, recipe="max"):
     """weight (N, K), amax = largest magnitude of its fused family -> packed (N, K/2) u8, scale (N, K/16) u8, fp32 (1,).
 
-    `max` maps each block's largest weight to 6; `four-over-six` to 6 or 4, whichever has the smaller squared error (and
-    leaves head-room in the global scale for the larger block scale); `mse` searches the scale on a grid.
+    `max` maps the largest weight of a block to 6; `four-over-six` to 6 or 4, whichever has the smaller squared error
+    (its smaller global range leaves room for the larger block scale); `mse` searches the block scale on a grid.
     """
     top = 256 if recipe == "four-over-six" else 448
-    factors = {"max": [1.0], "four-over-six": [1.0, 1.5], "mse": [f / 20 for f in range(16, 25)]}[recipe]
+    factors = {"max": [1], "four-over-six": [1, 1.5], "mse": [i / 20 for i in range(14, 31)]}[recipe]
     global_scale = (amax.float() / (6 * top)).reshape(1).clamp(min=torch.finfo(torch.float32).tiny)  # (1,)
     blocks = weight.float().unflatten(-1, (-1, BLOCK))  # (N, K/16, 16)
-    best_error, best_scale, best_codes = None, None, None
+    best = None
     for factor in factors:
-        scale = (
-            (blocks.abs().amax(-1) * factor / (6 * global_scale)).clamp(max=448).to(torch.float8_e4m3fn)
-        )  # (N, K/16)
-        scale = torch.where(
-            scale.float() == 0, torch.tensor(0.125), scale.float()
-        )  # an all-zero block, as compressed-tensors
+        scale = (blocks.abs().amax(-1) * factor / (6 * global_scale)).clamp(max=448).to(torch.float8_e4m3fn)
+        # All-zero block: any scale does, compressed-tensors writes 1/8.
+        scale = torch.where(scale.float() == 0, 0.125, scale.float())  # (N, K/16)
         scaled = blocks / (scale * global_scale).unsqueeze(-1)  # (N, K/16, 16)
-        magnitude = scaled.abs()
-        # Round to nearest, ties to the even code: a tie goes up at .75, 1.75 and 3.5, down at the others.
-        codes = sum((magnitude > b).byte() for b in (0.25, 1.25, 2.5, 5.0))
-        codes = codes + sum((magnitude >= b).byte() for b in (0.75, 1.75, 3.5)) + (scaled.signbit().byte() << 3)
-        error = (E2M1[codes.long()] - scaled).mul(scale.unsqueeze(-1)).square().sum(-1)  # (N, K/16)
-        if best_error is None:
-            best_error, best_scale, best_codes = error, scale, codes
-        better = error < best_error
-        best_error, best_scale = torch.where(better, error, best_error), torch.where(better, scale, best_scale)
-        best_codes = torch.where(better.unsqueeze(-1), codes, best_codes)
-    codes = best_codes.flatten(-2)  # (N, K)
-    packed = codes[:, 0::2] | (codes[:, 1::2] << 4)  # (N, K/2)
-    return packed, best_scale.to(torch.float8_e4m3fn).view(torch.uint8), global_scale
+        size = scaled.abs()
+        # Round to nearest, ties to the even code: a tie goes down at .25, 1.25, 2.5 and 5, up at .75, 1.75 and 3.5.
+        codes = sum((size > tie).byte() for tie in (0.25, 1.25, 2.5, 5.0))
+        codes = codes + sum((size >= tie).byte() for tie in (0.75, 1.75, 3.5)) + (scaled.signbit().byte() << 3)
+        error = ((E2M1[codes.long()] - scaled) * scale.unsqueeze(-1)).square().sum(-1)  # (N, K/16)
+        if best is None:
+            best = [error, scale, codes]
+        better = error < best[0]
+        best = [torch.where(better.view(*better.shape, *[1] * (new.dim() - 2)), new, old)
+                for new, old in zip((error, scale, codes), best)]  # fmt: skip
+    _, scale, codes = best
+    codes = codes.flatten(-2)  # (N, K)
+    return codes[:, 0::2] | (codes[:, 1::2] << 4), scale.to(torch.float8_e4m3fn).view(torch.uint8), global_scale
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The frozen layers
+
+
+def frozen(*shape, dtype=torch.uint8) -> nn.Parameter:
+    """A parameter for stored bytes. uint8, because FSDP's mixed precision casts every float parameter, also float8."""
+    return nn.Parameter(torch.empty(*shape, dtype=dtype, device="meta"), requires_grad=False)
+
+
+def pack_parameter(module: nn.Module, name: str, fp8_columns: int | None) -> None:
+    """Replaces the dense parameter `name` (…, N, K) by its packed codes under the same name, and scales beside it."""
+    *lead, n, k = getattr(module, name).shape
+    delattr(module, name)
+    if fp8_columns:
+        module.register_parameter(name, frozen(*lead, n, k))
+        module.register_parameter(f"{name}_scale", frozen(*lead, n, 4 * fp8_columns))
+        return
+    module.register_parameter(name, frozen(*lead, n, k // 2))
+    module.register_parameter(f"{name}_scale", frozen(*lead, n, k // BLOCK))
+    # A buffer, because FSDP would round an fp32 parameter to bf16 (.1 % off, silently), and not persistent, because
+    # get_model_state_dict(ignore_frozen_params=True) would still return it.
+    module.register_buffer(f"{name}_global", torch.empty(*(lead or [1]), device="meta"), persistent=False)
+
+
+def packed_parts(module: nn.Module, name: str) -> tuple[Callable, tuple[torch.Tensor, ...]]:
+    """The decoder of a packed parameter and the tensors it takes."""
+    codes, scale = getattr(module, name), getattr(module, f"{name}_scale")
+    global_scale = getattr(module, f"{name}_global", None)
+    return (decode_fp8, (codes, scale)) if global_scale is None else (decode, (codes, scale, global_scale))
 
 
 class FrozenMatmul(torch.autograd.Function):
@@ -138,45 +227,118 @@ class FrozenMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         packed = ctx.saved_tensors  # once: activation checkpointing refuses a second look
-        weight = ctx.decoder(*packed, dtype=grad.dtype)  # (N, K)
-        return grad @ weight, *[None] * (2 + len(packed))  # (…, N) @ (N, K) -> (…, K)
+        return grad @ ctx.decoder(*packed, dtype=grad.dtype), *[None] * (2 + len(packed))  # (…, N) @ (N, K) -> (…, K)
 
 
-def frozen(*shape, dtype=torch.uint8):
-    """A parameter that only bytes are stored in. uint8, because FSDP's mixed precision casts every float parameter."""
-    return nn.Parameter(torch.empty(*shape, dtype=dtype, device="meta"), requires_grad=False)
-
-
-class NVFP4Linear(nn.Linear):
+class PackedLinear(nn.Linear):
     """A linear layer over packed weights. A subclass of nn.Linear, so that peft's own dispatcher accepts it."""
 
-    def __init__(self, linear: nn.Linear):
-        nn.Module.__init__(self)  # not nn.Linear's: that allocates the dense weight
+    def __init__(self, linear: nn.Linear, fp8_columns: int | None):
+        nn.Module.__init__(self)  # not nn.Linear's, which allocates the dense weight
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
-        self.weight = frozen(self.out_features, self.in_features // 2)  # (N, K/2)
-        self.weight_scale = frozen(self.out_features, self.in_features // BLOCK)  # (N, K/16)
-        # A buffer, because FSDP would round an fp32 parameter to bf16 (.1 % off, silently), and not persistent, because
-        # get_model_state_dict(ignore_frozen_params=True) would still return it.
-        self.register_buffer("global_scale", torch.empty(1, device="meta"), persistent=False)
+        self.weight = linear.weight
+        pack_parameter(self, "weight", fp8_columns)
 
     def forward(self, x):
-        return FrozenMatmul.apply(x, self.bias, decode, self.weight, self.weight_scale, self.global_scale)
+        decoder, packed = packed_parts(self, "weight")
+        return FrozenMatmul.apply(x, self.bias, decoder, *packed)
+
+
+class NVFP4Linear(PackedLinear):
+    pass
+
+
+class FP8Linear(PackedLinear):
+    pass
 
 
 def dense_weight(linear: nn.Module, dtype: torch.dtype) -> torch.Tensor:
     """(N, K) of any linear layer in `dtype`, for a caller that multiplies by itself (a chunked lm_head)."""
-    if isinstance(linear, NVFP4Linear):
-        return decode(linear.weight, linear.weight_scale, linear.global_scale, dtype)
+    if isinstance(linear, PackedLinear):
+        decoder, packed = packed_parts(linear, "weight")
+        return decoder(*packed, dtype=dtype)
     return linear.weight.to(dtype)
 
 
+class FrozenGroupedMatmul(torch.autograd.Function):
+    """y[s] = x[s] @ W[expert of s].T for rows sorted by expert; experts are decoded a few at a time, twice."""
+
+    @staticmethod
+    def forward(ctx, x, ends, decoder, *packed):
+        ctx.ends, ctx.decoder = ends, decoder
+        ctx.save_for_backward(*packed)
+        return grouped_matmul(x, ends, decoder, packed, transpose=True)  # (S, K) -> (S, N)
+
+    @staticmethod
+    def backward(ctx, grad):
+        packed = ctx.saved_tensors
+        return grouped_matmul(grad, ctx.ends, ctx.decoder, packed, transpose=False), *[None] * (2 + len(packed))
+
+
+def grouped_matmul(x, ends: list[int], decoder, packed, transpose: bool):
+    """ends[e]: end of expert e's rows of x. On a CPU one expert at a time, experts without rows skipped; on a GPU as
+    many as decode into half a gigabyte, with one grouped matmul."""
+    experts = packed[0].shape[0]
+    step = max(1, 2**29 // (4 * packed[0][0].numel())) if x.is_cuda else 1
+    outputs = []
+    for first in range(0, experts, step):
+        last = min(first + step, experts)
+        start, stop = ends[first - 1] if first else 0, ends[last - 1]
+        if start == stop:
+            continue
+        weight = decoder(*[part[first:last] for part in packed], dtype=x.dtype)  # (step, N, K)
+        weight = weight.transpose(1, 2) if transpose else weight
+        if step == 1:
+            outputs.append(x[start:stop] @ weight[0])
+        else:
+            offsets = torch.tensor(ends[first:last], dtype=torch.int32, device=x.device) - start  # (step,)
+            outputs.append(F.grouped_mm(x[start:stop], weight, offs=offsets))
+    return torch.cat(outputs)  # (S, N) or (S, K)
+
+
+def experts_forward(self, hidden_states, top_k_index, top_k_weights):
+    """transformers' experts interface (grouped_mm_experts_forward) over packed weights, with LoRA where the module has
+    it. hidden_states (T, H), top_k_index and top_k_weights (T, k)."""
+    tokens, k = top_k_index.shape
+    expert_of, order = torch.sort(top_k_index.flatten())  # (S,), (S,)
+    counts = torch.bincount(expert_of, minlength=self.num_experts)  # (E,)
+    offsets = counts.cumsum(0).to(torch.int32)  # (E,)
+    ends = offsets.tolist()
+
+    def matmul(x, name):
+        if hasattr(self, f"{name}_scale"):
+            decoder, packed = packed_parts(self, name)
+            y = FrozenGroupedMatmul.apply(x, ends, decoder, *packed)  # (S, N)
+        else:
+            y = F.grouped_mm(x, getattr(self, name).transpose(1, 2), offs=offsets)  # (S, N)
+        if self.has_bias:
+            y = y + getattr(self, f"{name}_bias")[expert_of]
+        if hasattr(self, f"{name}_lora_A"):
+            a, b = getattr(self, f"{name}_lora_A"), getattr(self, f"{name}_lora_B")  # (E, r, K), (E, N, r)
+            low = F.grouped_mm(x.to(a.dtype), a.transpose(1, 2), offs=offsets)  # (S, r)
+            y = y + F.grouped_mm(low, b.transpose(1, 2), offs=offsets).to(y.dtype) * self.lora_scaling
+        return y
+
+    x = hidden_states[order // k]  # (S, H)
+    x = self._apply_gate(matmul(x, "gate_up_proj")) if self.has_gate else self.act_fn(matmul(x, "up_proj"))  # (S, I)
+    y = matmul(x, "down_proj") * top_k_weights.flatten()[order].unsqueeze(-1)  # (S, H)
+    y = torch.zeros_like(y).index_copy(0, order, y)  # (S, H) in token order
+    return y.view(tokens, k, -1).sum(dim=1).to(hidden_states.dtype)  # (T, H)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
-# The checkpoint: what is in the files
+# The checkpoint: what the files hold
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor in a safetensors file, known by its header alone."""
+    """A tensor in a safetensors file, known by the file's header; `row` means an index of all its axes but the last."""
 
     file: Path
     key: str
@@ -184,145 +346,326 @@ class Stored:
     shape: tuple[int, ...]
     offset: int
 
-    def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Rows start:stop (all leading axes flattened to rows) as (rows, width) or, without a range, the whole tensor."""
-        width = self.shape[-1] if self.shape else 1
-        rows = math.prod(self.shape) // max(width, 1) if len(self.shape) > 1 else math.prod(self.shape)
-        width = width if len(self.shape) > 1 else 1
-        whole, stop = stop is None, rows if stop is None else stop
-        item = self.dtype.itemsize
-        raw = np.fromfile(self.file, np.uint8, (stop - start) * width * item, offset=self.offset + start * width * item)
-        data = torch.from_numpy(raw).view(self.dtype)
-        return data.view(self.shape) if whole else data.view(stop - start, width)
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A weight as the model knows it (`name` ends in .weight or .bias …) and the tensors that store it."""
-
-    name: str
-    format: str  # "nvfp4" or "plain"
-    data: Stored
-    scale: Stored | None = None
-    global_scale: Stored | None = None
-    divide: bool = False  # compressed-tensors stores the reciprocal
-
-    @property
-    def shape(self):
-        return (*self.data.shape[:-1], self.data.shape[-1] * 2) if self.format == "nvfp4" else self.data.shape
-
     @property
     def rows(self) -> int:
         return math.prod(self.shape[:-1]) if len(self.shape) > 1 else math.prod(self.shape)
 
+    def read_rows(self, start: int, stop: int) -> torch.Tensor:
+        """(stop - start, width). Plain reads, not a memory map: mapped pages would count as this rank's memory."""
+        width = self.shape[-1] if len(self.shape) > 1 else 1
+        size = width * self.dtype.itemsize
+        raw = np.fromfile(self.file, np.uint8, (stop - start) * size, offset=self.offset + start * size)
+        return torch.from_numpy(raw).view(self.dtype).view(stop - start, width)
+
+    def read(self) -> torch.Tensor:
+        return self.read_rows(0, self.rows).view(self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.file}: tensor {self.key}"
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight as the model knows it, and the tensors that store it. `name` ends in .weight, .bias …"""
+
+    name: str
+    format: str  # "nvfp4", "fp8" or "plain"
+    data: Stored
+    scale: Stored | None = None
+    global_scale: Stored | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.data.shape[:-1], self.data.shape[-1] * 2) if self.format == "nvfp4" else self.data.shape
+
+    @property
+    def divides(self) -> bool:
+        return self.data.key.endswith(".weight_packed")  # compressed-tensors
+
     def read_global_scale(self) -> float:
-        value = self.global_scale.read().double().reshape(())
-        return float((1 / value if self.divide else value).float())
+        """The fp32 multiplier, whichever way the dialect writes it."""
+        value = self.global_scale.read().float().reshape(1)
+        return float(1 / value if self.divides else value)
+
+    def read_scale(self, ids: torch.Tensor) -> torch.Tensor:
+        """Scale bytes of rows `ids`: (len(ids), K/16) e4m3, or for FP8 (len(ids), 4·C) of fp32."""
+        if self.format == "nvfp4":
+            scale = read_segment(self.scale, ids).view(torch.uint8)  # (rows, K/16)
+            if bool(((scale & 127) == 127).any()):
+                raise UserError(
+                    f"{self.scale} holds NaN block scales; the checkpoint is damaged, copy or make it again"
+                )
+            return scale
+        scale = self.scale.read().float()
+        scale = scale.reshape(scale.shape if scale.dim() == 2 else (-1, 1))  # (1, N or N/128; 1 or K/128)
+        per = {1: self.data.rows, self.data.rows: 1}.get(len(scale), FP8_BLOCK)  # rows of W per row of scales
+        return scale[ids // per].contiguous().view(torch.uint8)
+
+    @property
+    def fp8_columns(self) -> int | None:
+        return None if self.format != "fp8" else (self.scale.shape[1] if len(self.scale.shape) == 2 else 1)
 
 
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
+def read_segment(stored: Stored, ids: torch.Tensor) -> torch.Tensor:
+    """Rows `ids` of one tensor; the range that spans them is read."""
+    low, high = int(ids.min()), int(ids.max()) + 1
+    data = stored.read_rows(low, high)
+    return data if high - low == len(ids) and bool((ids.diff() == 1).all()) else data[ids - low]
 
 
 def read_headers(folder: Path) -> dict[str, Stored]:
-    """Every tensor of the folder's safetensors files, by name; no weight byte is read."""
+    """Every tensor of the folder's safetensors files by name; no weight byte is read."""
     if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder; give a checkpoint folder with config.json and *.safetensors")
+        raise UserError(f"{folder} is not a folder; give a checkpoint folder with config.json and *.safetensors files")
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{folder} holds no *.safetensors weights")
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        wanted = {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
+        if missing := sorted(wanted - set(files)):
+            raise UserError(f"{missing[0]} is missing though {index.name} lists it; copy the checkpoint again")
+        files = sorted(wanted)
     stored = {}
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in files:
         size = file.stat().st_size
         with open(file, "rb") as f:
             length = int.from_bytes(f.read(8), "little")
-            header = json.loads(f.read(length)) if 8 + length <= size else {}
-        header.pop("__metadata__", None)
-        if not header or 8 + length + max(t["data_offsets"][1] for t in header.values()) != size:
-            raise UserError(f"{file} is truncated: its header promises more bytes than the file has; copy it again")
-        for key, t in header.items():
+            header = f.read(length) if 8 + length <= size else b""
+        if not header.startswith(b"{"):
+            raise UserError(f"{file} is truncated or no safetensors file; copy it again")
+        tensors = {key: t for key, t in json.loads(header).items() if key != "__metadata__"}
+        if 8 + length + max((t["data_offsets"][1] for t in tensors.values()), default=0) != size:
+            raise UserError(
+                f"{file} is truncated: its header promises another size than its {size} bytes; copy it again"
+            )
+        for key, t in tensors.items():
             if t["dtype"] not in DTYPES:
-                raise UserError(f"{file}: tensor {key} has the data type {t['dtype']}, which this loader does not know")
+                raise UserError(f"{file}: tensor {key} has data type {t['dtype']}, which this loader does not know")
             stored[key] = Stored(file, key, DTYPES[t["dtype"]], tuple(t["shape"]), 8 + length + t["data_offsets"][0])
-    if not stored:
-        raise UserError(f"{folder} holds no *.safetensors weights")
     return stored
 
 
+# Side tensors that belong to a weight or to vLLM's activation and KV-cache quantization.
+SIDE = ("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale")
+UNUSED = ("input_scale", "input_global_scale", "k_scale", "v_scale", "q_scale", "activation_scale")
+REFUSED = (
+    "pre_quant_scale",
+    "svdquant_lora_a",
+    "svdquant_lora_b",
+    "weight_zero_point",
+    "weight_shape",
+    "g_idx",
+    "qzeros",
+)
+
+
 def read_checkpoint(folder: str | Path) -> dict[str, Weight]:
-    """Weights by their name in the checkpoint; the tensors decide the format, not the config."""
+    """Weights by name. The tensors decide the format; `check_checkpoint` holds the config against them."""
     stored = read_headers(Path(folder))
-    weights = {}
+    weights, used = {}, set()
     for key, data in stored.items():
-        base = key.rpartition(".")[0]
-        get = lambda suffix, base=base: stored.get(f"{base}.{suffix}")  # noqa: E731
-        if key.endswith(".weight_packed") or (key.endswith(".weight") and get("weight_scale_2")):
-            ct = key.endswith("_packed")
-            global_scale = get("weight_global_scale" if ct else "weight_scale_2")
-            weights[f"{base}.weight"] = Weight(f"{base}.weight", "nvfp4", data, get("weight_scale"), global_scale, ct)
-        elif not key.endswith(
-            (".weight_scale", ".weight_global_scale", ".weight_scale_2", "input_scale", "input_global_scale")
-        ):
-            weights[key] = Weight(key, "plain", data)
+        base, _, leaf = key.rpartition(".")
+        side = {name: stored.get(f"{base}.{name}") for name in SIDE}
+        if leaf in REFUSED:
+            raise UserError(
+                f"{data}: this format (AWQ, SVDQuant or integers) is not NVFP4; use a plain NVFP4 checkpoint"
+            )
+        if leaf in SIDE or leaf in UNUSED:
+            continue
+        if leaf == "weight_packed" or (leaf == "weight" and data.dtype == torch.uint8):
+            global_name = "weight_global_scale" if leaf == "weight_packed" else "weight_scale_2"
+            if side["weight_scale"] is not None and side["weight_scale"].dtype != torch.float8_e4m3fn:
+                raise UserError(
+                    f"{data} is packed with {side['weight_scale'].dtype} scales; NVFP4 has float8_e4m3fn ones"
+                )
+            for name in ("weight_scale", global_name):
+                if side[name] is None:
+                    raise UserError(f"{data} has no {base}.{name} beside it; the checkpoint is incomplete")
+            weight = Weight(f"{base}.weight", "nvfp4", data, side["weight_scale"], side[global_name])
+            check_nvfp4(weight)
+        elif leaf == "weight" and data.dtype == torch.float8_e4m3fn:
+            scale = side["weight_scale"] or side["weight_scale_inv"]
+            if scale is None:
+                raise UserError(f"{data} is FP8 and has no {base}.weight_scale beside it; the checkpoint is incomplete")
+            weight = Weight(key, "fp8", data, scale)
+            check_fp8(weight)
+        else:
+            weight = Weight(key, "plain", data)
+        weights[weight.name] = weight
+        used |= {part.key for part in (weight.data, weight.scale, weight.global_scale) if part is not None}
+    stray = [key for key in stored if key not in used and key.rpartition(".")[2] in SIDE]
+    if stray:
+        raise UserError(f"{stored[stray[0]]} scales no weight; {len(stray)} such tensors, the checkpoint is incomplete")
     return weights
 
 
+def check_nvfp4(weight: Weight) -> None:
+    data, scale = weight.data, weight.scale
+    if data.dtype != torch.uint8 or len(data.shape) != 2:
+        raise UserError(f"{data} must be uint8 of two axes, not {data.dtype} {list(data.shape)}")
+    n, k = weight.shape
+    if k % BLOCK:
+        raise UserError(f"{data} has K = {k}, which is no multiple of {BLOCK}, the block of NVFP4")
+    if scale.shape != (n, k // BLOCK):
+        width = scale.shape[-1] if len(scale.shape) == 2 and scale.shape[0] == n and scale.shape[-1] else 0
+        block = f" (blocks of {k // width}: NVFP4 has {BLOCK})" if width else ""
+        raise UserError(f"{scale} has shape {list(scale.shape)}, not {[n, k // BLOCK]}{block}")
+    if weight.global_scale.dtype != torch.float32 or math.prod(weight.global_scale.shape) != 1:
+        raise UserError(f"{weight.global_scale} must be one float32, not {weight.global_scale.dtype} "
+                        f"{list(weight.global_scale.shape)}")  # fmt: skip
+
+
+def check_fp8(weight: Weight) -> None:
+    n, k = weight.data.rows, weight.shape[-1]
+    blocks = (math.ceil(n / FP8_BLOCK), math.ceil(k / FP8_BLOCK))
+    if weight.scale.shape not in ((), (1,), (1, 1), (n,), (n, 1), blocks):
+        raise UserError(
+            f"{weight.scale} has shape {list(weight.scale.shape)}; FP8 scales are one, {n} or {list(blocks)}"
+        )
+
+
+def read_json(folder: Path, name: str) -> dict:
+    file = folder / name
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def quantization_config(folder: Path) -> dict:
+    """The quantization section, whichever file and spelling holds it; {} where there is none."""
+    config = read_json(folder, "config.json")
+    text = config.get("text_config") or {}
+    found = config.get("quantization_config") or text.get("quantization_config")
+    return found or read_json(folder, "hf_quant_config.json").get("quantization") or {}
+
+
+def is_ignored(module: str, patterns: list[str]) -> bool:
+    """compressed-tensors: names and `re:` expressions from the start of the name; ModelOpt: names and wildcards."""
+    return any(
+        re.match(p.removeprefix("re:"), module) if p.startswith("re:") else fnmatch.fnmatchcase(module, p)
+        for p in patterns
+    )
+
+
 def check_checkpoint(model_dir: str | Path) -> dict:
-    """Raises UserError unless the folder holds a sound NVFP4 checkpoint; reads headers, JSON and scalars only."""
-    weights = read_checkpoint(model_dir)
-    if not (Path(model_dir) / "config.json").is_file():
-        raise UserError(f"{model_dir} has no config.json")
-    config = json.loads((Path(model_dir) / "config.json").read_text())
+    """A summary of a sound NVFP4 checkpoint, or UserError. Reads headers, JSON and one-number tensors, no weights."""
+    folder = Path(model_dir)
+    weights = read_checkpoint(folder)
+    config, quant = read_json(folder, "config.json"), quantization_config(folder)
+    if not config:
+        raise UserError(f"{folder} has no config.json; the folder must hold a Hugging Face checkpoint")
     packed = [w for w in weights.values() if w.format == "nvfp4"]
+    method = quant.get("quant_method") or ("modelopt" if "quant_algo" in quant else "none")
+    if method not in ("compressed-tensors", "modelopt", "none"):
+        raise UserError(f"{folder}/config.json has quant_method {method}; NVFP4 is compressed-tensors or modelopt")
     if not packed:
         raise UserError(
-            f"{model_dir} holds no NVFP4 weights; make some with: python model_nvfp4.py quantize {model_dir} OUT --a16"
+            f"{folder} is not an NVFP4 checkpoint; make one with: python model_nvfp4.py quantize {folder} OUT --a16"
         )
-    return {"model_type": config.get("model_type"), "nvfp4_tensors": len(packed), "tensors": len(weights)}
+    if method == "none":
+        raise UserError(f"{folder}/config.json has no quantization_config though the weights are packed; vLLM needs it")
+    groups = list((quant.get("config_groups") or {}).values())
+    fours = [g for g in groups if (g.get("weights") or {}).get("num_bits") == 4]
+    for size in [g["weights"].get("group_size", BLOCK) for g in fours] + [quant.get("group_size") or BLOCK]:
+        if size != BLOCK:
+            raise UserError(f"{folder}/config.json has group_size {size}; NVFP4 has blocks of {BLOCK}")
+    ignore = quant.get("ignore") or quant.get("exclude_modules") or []
+    for weight in packed:
+        if is_ignored(weight.name.removesuffix(".weight"), ignore):
+            raise UserError(
+                f"{weight.data} is packed although the config's ignore list names it; vLLM would read it as dense"
+            )
+    weight_only = "A16" in quant.get("quant_algo", "") or (
+        bool(fours) and not any(g.get("input_activations") for g in fours)
+    )
+    check_global_scales(packed)
+    return {
+        "architecture": (config.get("architectures") or ["?"])[0],
+        "dialect": method,
+        "activations": "bf16 (W4A16)" if weight_only else "4 bit (W4A4)",
+        "parameters": sum(math.prod(w.shape) for w in weights.values()),
+        "weight_bytes": sum(math.prod(t.shape) * t.dtype.itemsize for w in weights.values()
+                            for t in (w.data, w.scale, w.global_scale) if t is not None),
+        "formats": {f: sum(w.format == f for w in weights.values()) for f in ("nvfp4", "fp8", "plain")},
+    }  # fmt: skip
+
+
+def check_global_scales(packed: list[Weight]) -> None:
+    """Every global scale is a positive number, and layers that vLLM fuses have the same one."""
+    by_module = {weight.name.removesuffix(".weight"): weight for weight in packed}
+    values = {module: weight.read_global_scale() for module, weight in by_module.items()}
+    for module, value in values.items():
+        if not 0 < value < math.inf:
+            raise UserError(f"{by_module[module].global_scale} is no positive finite number; the checkpoint is damaged")
+    for module in by_module:
+        parent, _, leaf = module.rpartition(".")
+        family = next((f for f in FUSED if f[0] == leaf), ())
+        members = [name for name in (f"{parent}.{leaf}" for leaf in family) if name in values]
+        if len({values[name] for name in members}) > 1:
+            raise UserError(
+                f"{by_module[module].data.file}: {', '.join(members)} have different global scales; vLLM fuses them "
+                "and would keep one, damaging the others; quantize again so that they share it"
+            )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# From the checkpoint's tensors to the model's parameters
+# From the tensors of the checkpoint to the parameters of the model
 
 
 @dataclass
 class Rows:
-    """Where the rows of one model parameter come from: row ids[i] of all `weights` laid end to end."""
+    """Where a model parameter comes from: its row i is row ids[i] of all `weights` laid end to end. A conversion that
+    does more than move rows has `convert` instead, which makes the whole tensor from plain weights."""
 
     weights: list[Weight]
-    ids: torch.Tensor  # (rows,) int64
+    ids: torch.Tensor | None  # (rows,) int64
+    convert: Callable[[], torch.Tensor] | None = None
+
+    def segments(self, start: int, stop: int):
+        """(first, last, weight, ids within the weight): rows first:last of start:stop come from one weight."""
+        ends = torch.tensor([w.data.rows for w in self.weights]).cumsum(0)  # (weights,)
+        ids = self.ids[start:stop]
+        owners = torch.searchsorted(ends, ids, right=True)
+        first = 0
+        for owner, count in zip(*[t.tolist() for t in torch.unique_consecutive(owners, return_counts=True)]):
+            here = ids[first : first + count] - (ends[owner] - self.weights[owner].data.rows)
+            yield first, first + count, self.weights[owner], here
+            first += count
 
 
-def empty_model(config, attn_implementation=None, dtype=torch.bfloat16):
-    """The transformers model with its parameters on meta and its computed buffers (rotary frequencies) in place."""
+def read_config(folder: Path):
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config  # transformers would build its own quantized layers
+    return config
+
+
+def empty_model(config, dtype=torch.bfloat16, attn_implementation=None):
+    """The transformers model, parameters on meta, computed buffers (rotary frequencies) in place."""
+    import transformers
     from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
+    name = (config.architectures or [""])[0]
+    if config.architectures and not hasattr(transformers, name):
+        raise UserError(f"transformers {transformers.__version__} has no class {name}; install a newer transformers")
+    build = getattr(transformers, name)._from_config if name else transformers.AutoModelForCausalLM.from_config
+    kwargs = {"attn_implementation": attn_implementation} if attn_implementation else {}
     with init_empty_weights(include_buffers=False), no_init_weights():
-        kwargs = {"attn_implementation": attn_implementation} if attn_implementation else {}
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **kwargs)
+        model = build(config, dtype=dtype, **kwargs)
     model.tie_weights()
     return model
 
 
-def read_config(folder):
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config  # transformers would build its own quantized layers
-    return config
-
-
 def place_weights(model, weights: dict[str, Weight]) -> tuple[dict[str, Rows], list[str]]:
-    """Maps model parameter names to checkpoint rows with transformers' own conversion tables.
+    """({parameter name: Rows}, names of weights without a parameter), by transformers' own conversion tables.
 
-    The tables fuse, split and permute weights (per-expert matrices to one (E, N, K) tensor, say). Instead of weights we
-    send row numbers through them, so the answer says which row of which file each row of each parameter is: packed
-    bytes, scales and plain weights can then be read alike, a slice at a time.
+    The tables rename, fuse, split and permute weights (per-expert matrices to one (E, N, K) tensor, say). Instead of
+    the weights we send row numbers through them; what comes out says which row of which file each parameter row is,
+    and packed codes, scales and plain weights can all be read by it, a slice at a time.
     """
-    from copy import deepcopy
-
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -331,57 +674,137 @@ def place_weights(model, weights: dict[str, Weight]) -> tuple[dict[str, Rows], l
     converters = [entry for entry in table if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     state, prefix = model.state_dict(), model.base_model_prefix
-    pending, unused = {}, []
+    sources: dict[str, list[tuple[Weight, str]]] = {}  # by the first parameter that a conversion makes
+    unused = []
     for key in sorted(weights, key=dot_natural_key):
         target, pattern = rename_source_key(key, renamings, converters, prefix, state)
         if target not in state and key in state:
             target, pattern = rename_source_key(key, [], [], prefix, state)
-        if target not in state:
+        if target in state:
+            sources.setdefault(target, []).append((weights[key], pattern))
+        else:
             unused.append(key)
-            continue
-        new = deepcopy(by_pattern[pattern]) if pattern else WeightRenaming(key, target)
-        converter, sources = pending.setdefault(target, (new, []))
-        start = sum(weight.rows for weight in sources)
-        shape = weights[key].shape
-        ids = torch.arange(start, start + weights[key].rows)  # (rows,)
-        converter.add_tensor(
-            target, key, pattern or key, ids.view(*shape[:-1], 1) if len(shape) > 1 else ids.view(shape)
-        )
-        sources.append(weights[key])
+
+    def convert(first: str, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        pattern = sources[first][0][1]
+        converter = deepcopy(by_pattern[pattern]) if pattern else WeightRenaming(sources[first][0][0].name, first)
+        for (weight, pattern), tensor in zip(sources[first], tensors):
+            converter.add_tensor(first, weight.name, pattern or weight.name, tensor)
+        made = converter.convert(first, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+    def whole(first: str, target: str) -> torch.Tensor:
+        return convert(first, [weight.data.read() for weight, _ in sources[first]])[target]
+
     placed = {}
-    for first_target, (converter, sources) in pending.items():
-        for target, ids in converter.convert(first_target, model=model, config=model.config).items():
-            placed[target] = Rows(sources, (ids[0] if isinstance(ids, list) else ids).flatten())
+    for first, pairs in sources.items():
+        origin = [weight for weight, _ in pairs]
+        ids = torch.arange(sum(w.data.rows for w in origin)).split([w.data.rows for w in origin])
+        numbers = [i.view(*w.shape[:-1], 1) if len(w.shape) > 1 else i.view(w.shape) for i, w in zip(ids, origin)]
+        for target, rows in convert(first, numbers).items():
+            shape = state[target].shape
+            if rows.shape == ((*shape[:-1], 1) if len(shape) > 1 else shape) and origin[0].shape[-1:] == shape[-1:]:
+                placed[target] = Rows(origin, rows.flatten())
+            elif any(weight.format != "plain" for weight in origin):
+                raise UserError(
+                    f"{origin[0].data}: {target} {list(shape)} cannot be made from packed {list(origin[0].shape)}"
+                )
+            else:
+                placed[target] = Rows(origin, None, partial(whole, first, target))
     return placed, unused
 
 
+def account(model, placed: dict[str, Rows], unused: list[str], folder) -> None:
+    """Every tensor of the checkpoint is used and every parameter filled, or an error that lists what is not."""
+    tied = {name for group in tied_names(model) if set(group) & placed.keys() for name in group}
+    missing = [name for name in model.state_dict() if name not in placed and name not in tied]
+    known = [*(model._keys_to_ignore_on_load_unexpected or []), r"rotary_emb\.inv_freq$", r"^mtp", *tied]
+    stray = [name for name in unused if not any(re.search(pattern, name) for pattern in known)]
+    for problem, names in (("lacks", missing), ("has unknown", stray)):
+        if names:
+            shown = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
+            raise UserError(f"{folder} {problem} {len(names)} tensors of a {type(model).__name__}: {shown}")
+
+
+def tied_names(model) -> list[list[str]]:
+    """Groups of names that are one parameter."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
 def swap_packed_modules(model, placed: dict[str, Rows]) -> None:
-    """Replaces every nn.Linear whose weight is packed in the checkpoint."""
+    """Replaces what the checkpoint packs: linears by NVFP4Linear and FP8Linear, stacked experts in place."""
     for target, rows in placed.items():
-        if rows.weights[0].format == "nvfp4":
-            path = target.rpartition(".")[0]
-            model.set_submodule(path, NVFP4Linear(model.get_submodule(path)))
+        formats, columns = {w.format for w in rows.weights}, {w.fp8_columns for w in rows.weights}
+        if len(formats) > 1 or len(columns) > 1:
+            raise UserError(
+                f"{rows.weights[0].data}: {target} mixes {', '.join(sorted(formats))} parts, which cannot be fused"
+            )
+        if formats == {"plain"}:
+            continue
+        path, _, leaf = target.rpartition(".")
+        module = model.get_submodule(path)
+        if isinstance(module, nn.Linear):
+            kind = NVFP4Linear if formats == {"nvfp4"} else FP8Linear
+            model.set_submodule(path, kind(module, *columns))
+        elif getattr(module, "is_transposed", None) is False:
+            pack_parameter(module, leaf, *columns)
+            use_packed_experts(module)
+        else:
+            raise UserError(f"{rows.weights[0].data} is packed, but {target} belongs to a {type(module).__name__}")
 
 
-def lora_linears(model) -> list[str]:
-    """The linears of the decoder layers that get LoRA: all but routers and kv_b_proj.
+def use_packed_experts(module) -> None:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    A router is frozen because a small change sends tokens to other experts. kv_b_proj is, because vLLM's MLA decode uses
-    it absorbed into other products and would apply its LoRA to the prompt only.
+    ALL_EXPERTS_FUNCTIONS.register("nvfp4", experts_forward)
+    module.config = deepcopy(
+        module.config
+    )  # its own, so that experts without packed weights keep transformers' forward
+    module.config._experts_implementation = "nvfp4"
+
+
+def keep_fp32(model) -> None:
+    """Frozen parameters that transformers keeps in fp32, and scalars, become buffers: FSDP rounds the first to bf16 and
+    cannot shard the second."""
+    strict = model._keep_in_fp32_modules_strict or ()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        path, _, leaf = name.rpartition(".")
+        fp32 = any(part in name for part in strict) and tensor.is_floating_point()
+        if fp32 or (isinstance(tensor, nn.Parameter) and tensor.dim() == 0):
+            module = model.get_submodule(path)
+            delattr(module, leaf)
+            module.register_buffer(leaf, tensor.detach().to(torch.float32 if fp32 else tensor.dtype))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Build, shard, load
+
+
+def decoder_linears(model) -> dict[str, nn.Linear]:
+    """The linears of the text decoder's layers by name, without routers: what is quantized and what LoRA may train.
+
+    A router (and the gate of a shared expert) is frozen, because a small change of it sends tokens to other experts.
     """
     decoder = {id(module) for module in model.get_decoder().modules()}
-    parents = dict(model.named_modules())
-    names = []
-    for name, module in parents.items():
-        parent = parents[name.rpartition(".")[0]] if name else None
-        router = hasattr(parent, "experts") and "gate" in name.rpartition(".")[2]
-        if isinstance(module, nn.Linear) and id(module) in decoder and not router and not name.endswith("kv_b_proj"):
-            names.append(name)
-    return names
+    modules = dict(model.named_modules())
+
+    def is_router(name):
+        parent, _, leaf = name.rpartition(".")
+        return "gate" in leaf and hasattr(modules[parent], "experts")
+
+    return {n: m for n, m in modules.items() if isinstance(m, nn.Linear) and id(m) in decoder and not is_router(n)}
+
+
+def expert_modules(model) -> dict[str, nn.Module]:
+    """Modules with stacked experts (E, N, K) by name."""
+    return {n: m for n, m in model.named_modules() if getattr(m, "is_transposed", None) is False}
 
 
 def build_model(
-    model_dir,
+    model_dir: str | Path,
     *,
     lora_rank: int,
     lora_alpha: float,
@@ -390,36 +813,58 @@ def build_model(
     dtype: torch.dtype = torch.bfloat16,
     attn_implementation: str | None = None,
 ):
-    """The peft model of the checkpoint, parameters on meta. lora_targets: all-linear, or module names split by commas."""
+    """The peft.PeftModel of a checkpoint, parameters on meta. lora_targets: all-linear, or module names with commas.
+
+    kv_b_proj gets no LoRA: vLLM's MLA decode uses it absorbed into other products and would apply LoRA to prompts only.
+    """
     from peft import LoraConfig, get_peft_model
 
-    weights = read_checkpoint(model_dir)
-    model = empty_model(read_config(model_dir), attn_implementation, dtype)
+    folder = Path(model_dir)
+    weights = read_checkpoint(folder)
+    model = empty_model(read_config(folder), dtype, attn_implementation)
     model.config.use_cache = False
-    placed, _ = place_weights(model, weights)
+    placed, unused = place_weights(model, weights)
+    account(model, placed, unused, folder)
     swap_packed_modules(model, placed)
-    wanted = None if lora_targets == "all-linear" else set(lora_targets.split(","))
-    names = [n for n in lora_linears(model) if wanted is None or n.rpartition(".")[2] in wanted]
-    if not names or (wanted and wanted - {n.rpartition(".")[2] for n in names}):
-        raise UserError(
-            f"--lora-targets {lora_targets}: the model's linears are "
-            f"{', '.join(sorted({n.rpartition('.')[2] for n in lora_linears(model)}))}"
-        )
-    suffixes = sorted({n.rpartition(".")[2] for n in names})
-    others = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in set(names)]
+    keep_fp32(model)
+    model.checkpoint_rows = placed  # for load_weights
+
+    leaf = lambda name: name.rpartition(".")[2]  # noqa: E731
+    linears = [name for name in decoder_linears(model) if leaf(name) != "kv_b_proj"]
+    wanted = {leaf(name) for name in linears} if lora_targets == "all-linear" else set(lora_targets.split(","))
+    if unknown := wanted - {leaf(name) for name in linears}:
+        names = ", ".join(sorted({leaf(name) for name in linears}))
+        raise UserError(f"--lora-targets {', '.join(sorted(unknown))}: this model has {names}")
+    trained = {name for name in linears if leaf(name) in wanted}
+    others = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name not in trained]
     config = LoraConfig(
         r=lora_rank,
         lora_alpha=lora_alpha,
-        target_modules=suffixes,
-        exclude_modules=others or None,
+        target_modules=sorted(wanted),
+        exclude_modules=[name for name in others if leaf(name) in wanted] or None,
         task_type="CAUSAL_LM",
     )
+    # peft takes "gate_proj" in the target list of some MoE types for their experts, and leaves dense and shared MLPs
+    # without LoRA; it decides by model_type, so it does not get to see it.
+    model_type, model.config.model_type = model.config.model_type, "any"
     peft_model = get_peft_model(model, config, low_cpu_mem_usage=True)
+    model.config.model_type = model_type
+    for module in expert_modules(model).values() if lora_experts else ():
+        module.lora_scaling = lora_alpha / lora_rank
+        use_packed_experts(module)
+        for name in [name for name in ("gate_up_proj", "up_proj", "down_proj") if hasattr(module, name)]:
+            experts, n, k = getattr(module, name).shape
+            k = k * 2 if hasattr(module, f"{name}_global") else k
+            for part, shape in (("A", (experts, lora_rank, k)), ("B", (experts, n, lora_rank))):
+                parameter = nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta"))
+                module.register_parameter(f"{name}_lora_{part}", parameter)
     return peft_model
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Sharding and loading
+def peft_model_of(root: nn.Module):
+    from peft import PeftModel
+
+    return next(module for module in root.modules() if isinstance(module, PeftModel))
 
 
 def shard(
@@ -430,31 +875,20 @@ def shard(
     reshard_after_forward: bool | int = True,
     activation_checkpointing: bool = False,
 ) -> None:
-    """FSDP2 around every decoder layer and `root`, which holds the peft model at any depth. mesh: 1-D, or 2-D for HSDP.
-
-    The process group must exist. Trainable parameters stay fp32 and are cast to `dtype` when gathered.
-    """
+    """FSDP2 around every decoder layer and around `root`, which holds the peft model at any depth. mesh: 1-D, or 2-D
+    (replicate, shard) for HSDP. The process group must exist. LoRA stays fp32 and is cast to `dtype` when gathered."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     assert dist.is_initialized(), "shard() needs torch.distributed.init_process_group() first, also on one rank"
     if activation_checkpointing:
-        base_model(root).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    # Inputs are not cast: the batch of the root carries fp32 log-probs and advantages that must stay so.
+        model = peft_model_of(root).get_base_model()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    # Inputs are not cast: a batch carries fp32 log-probs and advantages that must stay so.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in [m for m in root.modules() if isinstance(m, GradientCheckpointingLayer)]:
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     fully_shard(root, mesh=mesh, mp_policy=policy)
-
-
-def peft_model(root: nn.Module):
-    from peft import PeftModel
-
-    return next(module for module in root.modules() if isinstance(module, PeftModel))
-
-
-def base_model(root: nn.Module):
-    return peft_model(root).get_base_model()
 
 
 def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int]:
@@ -467,60 +901,50 @@ def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int]:
     return tensor.to_local(), offset[0], offset[0] + shape[0]
 
 
-def read_rows(parts: list[Stored], ids: torch.Tensor) -> torch.Tensor:
-    """Rows `ids` of the tensors `parts` laid end to end, (len(ids), width); only the range that is needed is read."""
-    out, start = None, 0
-    for part in parts:
-        rows = math.prod(part.shape[:-1]) if len(part.shape) > 1 else math.prod(part.shape)
-        here = (ids >= start) & (ids < start + rows)
-        if here.any():
-            local = ids[here] - start
-            low, high = int(local.min()), int(local.max()) + 1
-            data = part.read(low, high)  # (high - low, width)
-            data = data if len(local) == high - low and bool((local.diff() == 1).all()) else data[local - low]
-            out = data.new_empty(len(ids), data.shape[1]) if out is None else out
-            out[here] = data
-        start += rows
-    return out
-
-
 @torch.no_grad()
-def load_weights(root: nn.Module, model_dir, *, seed: int = 0) -> None:
-    """Materialises every parameter of `root` and fills this rank's shards from the files. No collective.
-
-    LoRA B is zero and A comes from (seed, name), so that it does not depend on the number of ranks.
-    """
-    model = base_model(root)
-    tied = [[n for n, q in model.named_parameters(remove_duplicate=False) if q is p] for p in model.parameters()]
+def load_weights(root: nn.Module, model_dir: str | Path, *, seed: int = 0) -> None:
+    """Materialises every parameter of `root` and reads this rank's rows from the files, one tensor at a time. No
+    collective. LoRA B is zero; A comes from (seed, name), so it does not depend on the number of ranks."""
+    model = peft_model_of(root).get_base_model()
+    tied = tied_names(model)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     root._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
-    for first, *others in [names for names in tied if len(names) > 1]:  # _apply gives each name a tensor of its own
+    for first, *others in tied:  # _apply has given each name a tensor of its own
         for name in others:
             path, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(path), leaf, model.get_parameter(first))
-    weights = read_checkpoint(model_dir)
-    clean = {name.replace(".base_layer.", "."): t for name, t in [*model.named_parameters(), *model.named_buffers()]}
-    placed, _ = place_weights(empty_model(read_config(model_dir)), weights)
-    filled = set()
-    for name, tensor in clean.items():
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "lora_" in name:
             init_lora(tensor, name, seed)
             continue
-        path, _, leaf = name.rpartition(".")
-        target = f"{path}.weight" if leaf in ("weight_scale", "global_scale") else name
-        if target not in placed:
-            continue
-        rows = placed[target]
-        if leaf == "global_scale":
-            tensor.fill_(rows.weights[0].read_global_scale())
-            continue
-        parts = [w.scale if leaf == "weight_scale" else w.data for w in rows.weights]
+        name = name.replace(".base_layer.", ".")
+        target = name.removesuffix("_scale").removesuffix("_global")
+        rows = model.checkpoint_rows.get(target if target != name else name) or next(
+            (model.checkpoint_rows[n] for group in tied if name in group for n in group if n in model.checkpoint_rows),
+            None,
+        )
+        if rows is None:
+            continue  # a computed buffer
         local, start, stop = local_part(tensor)
-        per = len(rows.ids) // tensor.shape[0]  # rows of the file per index of the leading axis
-        data = read_rows(parts, rows.ids[start * per : stop * per]) if stop > start else local
-        data = data.view(torch.uint8) if tensor.dtype == torch.uint8 else data
-        local.copy_(data.view(local.shape))
-        filled.add(name)
+        if start == stop:
+            continue  # this rank holds no row of a short tensor
+        if rows.ids is None:
+            local.copy_(rows.convert()[start:stop])
+            continue
+        per = len(rows.ids) // (
+            tensor.shape[0] if tensor.dim() else 1
+        )  # rows of the files per index of the leading axis
+        if name.endswith("_global"):
+            for i in range(tensor.shape[0]):
+                values = {w.read_global_scale() for _, _, w, _ in rows.segments(i * per, (i + 1) * per)}
+                if len(values) > 1:
+                    raise UserError(f"{rows.weights[0].data}: the parts of {target} have different global scales")
+                tensor[i] = values.pop()
+            continue
+        flat = local.view(-1, local.shape[-1]) if local.dim() > 1 else local.view(-1, 1)  # (rows, width)
+        for first, last, weight, ids in rows.segments(start * per, stop * per):
+            data = weight.read_scale(ids) if name != target else read_segment(weight.data, ids)
+            flat[first:last].copy_(data.view(torch.uint8) if tensor.dtype == torch.uint8 else data)
 
 
 def init_lora(tensor: torch.Tensor, name: str, seed: int) -> None:
@@ -530,8 +954,8 @@ def init_lora(tensor: torch.Tensor, name: str, seed: int) -> None:
         return
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    bound = 1 / math.sqrt(tensor.shape[-1])  # peft's own: kaiming_uniform with a = sqrt(5)
-    full = torch.empty(tensor.shape).uniform_(-bound, bound, generator=generator)  # (r, K)
+    bound = 1 / math.sqrt(tensor.shape[-1])  # as peft: kaiming_uniform with a = sqrt(5)
+    full = torch.empty(tensor.shape).uniform_(-bound, bound, generator=generator)  # (r, K) or (E, r, K)
     local.copy_(full[start:stop])
 
 
@@ -540,35 +964,67 @@ def init_lora(tensor: torch.Tensor, name: str, seed: int) -> None:
 
 
 def lora_parameters(root: nn.Module) -> dict[str, torch.Tensor]:
-    named = peft_model(root).named_parameters()
-    return {name.replace(".default", ""): p for name, p in named if "lora_" in name}
+    named = peft_model_of(root).named_parameters()
+    return {name.replace(".default.", "."): p for name, p in named if "lora_" in name}
+
+
+def expert_slices(root: nn.Module) -> dict[str, list[tuple[str, int, slice]]]:
+    """For every stacked LoRA parameter, the saved per-expert names with their expert and rows of B.
+
+    Saved names follow the checkpoint's own (…experts.3.gate_proj), which is what vLLM maps. gate and up share their A.
+    """
+    peft_model = peft_model_of(root)
+    slices = {}
+    for path, module in expert_modules(peft_model.get_base_model()).items():
+        for leaf in [leaf for leaf in ("gate_up_proj", "up_proj", "down_proj") if hasattr(module, f"{leaf}_lora_A")]:
+            rows = peft_model.get_base_model().checkpoint_rows[f"{path}.{leaf}"]
+            n = getattr(module, leaf).shape[1]
+            found = []
+            for expert in range(getattr(module, leaf).shape[0]):
+                for first, last, weight, _ in rows.segments(expert * n, (expert + 1) * n):
+                    found.append(
+                        (f"base_model.model.{weight.name.removesuffix('.weight')}", expert, slice(first, last))
+                    )
+            slices[f"base_model.model.{path}.{leaf}"] = found
+    return slices
 
 
 def lora_state_dict(root: nn.Module) -> dict[str, torch.Tensor]:
     """Full fp32 CPU tensors under PEFT's saved names, the same on every rank. Collective: every rank must call."""
-    tensors = {name: p.detach() for name, p in lora_parameters(root).items()}
-    return {k: (t.full_tensor() if isinstance(t, DTensor) else t).to("cpu", copy=True) for k, t in tensors.items()}
+    full = {}
+    for name, parameter in lora_parameters(root).items():
+        tensor = parameter.detach()
+        full[name] = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).to("cpu", copy=True)
+    for stacked, experts in expert_slices(root).items():
+        a, b = full.pop(f"{stacked}_lora_A"), full.pop(f"{stacked}_lora_B")  # (E, r, K), (E, N, r)
+        for name, expert, rows in experts:
+            full[f"{name}.lora_A.weight"], full[f"{name}.lora_B.weight"] = a[expert].clone(), b[expert, rows].clone()
+    return full
 
 
 @torch.no_grad()
 def load_lora_state_dict(root: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
     """The inverse of `lora_state_dict`, from full tensors that every rank holds. No collective."""
-    parameters = lora_parameters(root)
-    if parameters.keys() != tensors.keys():
-        raise UserError(
-            f"the adapter does not fit the model: {sorted(parameters.keys() ^ tensors.keys())[:4]} do not match"
-        )
+    parameters, tensors = lora_parameters(root), dict(tensors)
+    for stacked, experts in expert_slices(root).items():
+        a = torch.zeros(parameters[f"{stacked}_lora_A"].shape)  # (E, r, K)
+        b = torch.zeros(parameters[f"{stacked}_lora_B"].shape)  # (E, N, r)
+        for name, expert, rows in [part for part in experts if f"{part[0]}.lora_A.weight" in tensors]:
+            a[expert], b[expert, rows] = tensors.pop(f"{name}.lora_A.weight"), tensors.pop(f"{name}.lora_B.weight")
+        tensors |= {f"{stacked}_lora_A": a, f"{stacked}_lora_B": b}
+    if different := sorted(parameters.keys() ^ tensors.keys()):
+        raise UserError(f"the adapter is for another model or other --lora-targets: {', '.join(different[:4])} …")
     for name, parameter in parameters.items():
         if parameter.shape != tensors[name].shape:
             raise UserError(
-                f"adapter tensor {name} has shape {tuple(tensors[name].shape)}, not {tuple(parameter.shape)}"
+                f"adapter tensor {name} is {list(tensors[name].shape)}, the model has {list(parameter.shape)}"
             )
         local, start, stop = local_part(parameter)
         local.copy_(tensors[name][start:stop])
 
 
 def save_adapter(
-    folder, tensors: dict[str, torch.Tensor], *, lora_rank: int, lora_alpha: float, base_model: str
+    folder: str | Path, tensors: dict[str, torch.Tensor], *, lora_rank: int, lora_alpha: float, base_model: str
 ) -> None:
     """Writes a PEFT folder that peft, transformers and `vllm serve --enable-lora` load as it is, in the dtype given."""
     from peft import LoraConfig
@@ -589,118 +1045,218 @@ def save_adapter(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Commands
+# quantize
+
+# 2688 / 672: where activations are 4 bit, a block scale is exact (not subnormal) for block maxima from .02 up to 672.
+INPUT_GLOBAL_SCALE = 4.0
 
 
-def fused_family(name: str, shape) -> tuple:
-    """Siblings that read the same input share a global scale: vLLM fuses q/k/v, gate/up … and keeps one scale."""
-    return name.rpartition(".")[0].rpartition(".")[0], shape[-1]
+def family(weight: Weight) -> tuple:
+    """Siblings that read the same input share a global scale, so that whatever vLLM fuses does."""
+    return weight.name.rpartition(".")[0].rpartition(".")[0], weight.shape[-1]
 
 
-def gguf_to_folder(gguf: Path, folder: Path) -> None:
-    """A dense Hugging Face folder from a GGUF file (in memory at once: GGUF files are small models here)."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    model = AutoModelForCausalLM.from_pretrained(
-        **source, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
-    )
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+def choose_weights(model, placed: dict[str, Rows], ignore: list[str]) -> set[str]:
+    """Names of the weights to pack: the text decoder's linears and routed experts that are stored one by one."""
+    linears = {f"{name}.weight" for name in decoder_linears(model)}
+    experts = {f"{name}.{leaf}" for name in expert_modules(model) for leaf in ("gate_up_proj", "up_proj", "down_proj")}
+    chosen = set()
+    for target, rows in placed.items():
+        for weight in rows.weights if target in linears | experts and rows.ids is not None else ():
+            if len(weight.shape) != 2 or is_ignored(weight.name.removesuffix(".weight"), ignore):
+                continue
+            if weight.shape[1] % BLOCK:
+                print(f"{weight.name} stays dense: K = {weight.shape[1]} is no multiple of {BLOCK}", file=sys.stderr)
+                continue
+            chosen.add(weight.name)
+    return chosen
 
 
 def quantize(source: Path, target: Path, *, a16: bool, ignore: list[str], recipe: str, dialect: str) -> None:
-    """Writes `target`, a folder that vLLM serves as it is, one safetensors file at a time."""
+    """Fills the folder `target` with the NVFP4 form of the dense checkpoint `source`, file by file."""
     from safetensors.torch import save_file
     from tqdm import tqdm
 
     weights = read_checkpoint(source)
+    if any(weight.format != "plain" for weight in weights.values()):
+        raise UserError(f"{source} is quantized already; quantize a dense checkpoint")
     model = empty_model(read_config(source))
-    placed, _ = place_weights(model, weights)
-    chosen, output = set(), model.get_output_embeddings()
-    for name, rows in placed.items():
-        module = model.get_submodule(name.rpartition(".")[0])
-        if isinstance(module, nn.Linear) and module is not output and name.endswith(".weight"):
-            chosen |= {w.name for w in rows.weights}
+    placed, unused = place_weights(model, weights)
+    account(model, placed, unused, source)
+    chosen = choose_weights(model, placed, ignore)
     amax: dict[tuple, torch.Tensor] = {}
-    for name in tqdm(sorted(chosen), desc="global scales", unit="tensor"):
-        family = fused_family(name, weights[name].shape)
-        largest = weights[name].data.read().float().abs().amax()
-        amax[family] = torch.maximum(amax.get(family, largest), largest)
-    progress = tqdm(total=len(weights), desc="quantize", unit="tensor")
-    for file in sorted({w.data.file for w in weights.values()}):
-        out = {}
-        for name, weight in weights.items():
-            if weight.data.file != file:
-                continue
-            data, base = weight.data.read(), name.rpartition(".")[0]
-            if name in chosen:
-                packed, scale, global_scale = quantize_tensor(data, amax[fused_family(name, weight.shape)], recipe)
-                scale = scale.view(torch.float8_e4m3fn)
-                out |= {f"{base}.weight_packed": packed, f"{base}.weight_scale": scale}
-                out[f"{base}.weight_global_scale"] = 1 / global_scale
-            else:
-                out[name] = data
-            progress.update()
-        save_file({k: v.contiguous() for k, v in out.items()}, target / file.name, {"format": "pt"})
-    config = json.loads((source / "config.json").read_text())
-    scheme = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": BLOCK, "symmetric": True}
-    group = {
-        "targets": ["Linear"],
-        "format": "nvfp4-pack-quantized",
-        "weights": {
-            **scheme,
-            "dynamic": False,
-            "scale_dtype": "torch.float8_e4m3fn",
-            "zp_dtype": "torch.float8_e4m3fn",
-        },
-        "input_activations": None if a16 else {**scheme, "dynamic": "local"},
-    }
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "nvfp4-pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": sorted(
-            {"lm_head"}
-            | {
-                n.rpartition(".")[0]
-                for n, w in weights.items()
-                if n not in chosen and len(w.shape) == 2 and n.endswith(".weight")
-            }
-        ),
-    }
-    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for name in tqdm(sorted(chosen), desc="global scales", unit="tensor", mininterval=1):
+        largest = weights[name].data.read().abs().amax()
+        if not largest.isfinite():
+            raise UserError(f"{weights[name].data} holds NaN or infinity")
+        amax[family(weights[name])] = torch.maximum(amax.get(family(weights[name]), largest), largest)
+    ct, weight_map = dialect == "compressed-tensors", {}
+    with tqdm(total=len(weights), desc="quantize", unit="tensor", mininterval=1) as progress:
+        for file in sorted({w.data.file for w in weights.values()}):
+            out = {}
+            for name, weight in weights.items():
+                if weight.data.file != file:
+                    continue
+                progress.update()
+                base, data = name.removesuffix(".weight"), weight.data.read()
+                if name not in chosen:
+                    out[name] = data
+                    continue
+                packed, scale, global_scale = encode(data, amax[family(weight)], recipe)
+                out[f"{base}.weight_packed" if ct else name] = packed
+                out[f"{base}.weight_scale"] = scale.view(torch.float8_e4m3fn)
+                out[f"{base}.weight_{'global_scale' if ct else 'scale_2'}"] = (
+                    1 / global_scale if ct else global_scale[0]
+                )
+                if not a16:
+                    value = INPUT_GLOBAL_SCALE if ct else 1 / INPUT_GLOBAL_SCALE
+                    out[f"{base}.input_{'global_scale' if ct else 'scale'}"] = torch.full((1,) if ct else (), value)
+            save_file({k: v.contiguous() for k, v in out.items()}, target / file.name, {"format": "pt"})
+            (target / file.name).chmod(0o644)
+            weight_map |= dict.fromkeys(out, file.name)
+    if len(set(weight_map.values())) > 1:
+        index = {"metadata": {}, "weight_map": dict(sorted(weight_map.items()))}
+        (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    dense = sorted(n.removesuffix(".weight") for n, w in weights.items() if n not in chosen and len(w.shape) == 2)
+    write_configs(source, target, ignore=[n for n in dense if "embed" not in n], a16=a16, dialect=dialect)
+
+
+def write_configs(source: Path, target: Path, *, ignore: list[str], a16: bool, dialect: str) -> None:
+    config = read_json(source, "config.json")
+    config.pop("quantization_config", None)
+    ignore = sorted({"lm_head", *ignore})
+    scheme = {"num_bits": 4, "type": "float", "group_size": BLOCK, "dynamic": False}
+    if dialect == "modelopt":
+        algorithm = "W4A16_NVFP4" if a16 else "NVFP4"
+        group = {"targets": ["Linear"], "weights": scheme, "input_activations": None if a16 else scheme}
+        quant = {
+            "quant_method": "modelopt",
+            "quant_algo": algorithm,
+            "config_groups": {"group_0": group},
+            "ignore": ignore,
+        }
+        old = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "group_size": BLOCK, "exclude_modules": ignore}
+        old = {"producer": {"name": "modelopt"}, "quantization": old}
+        (target / "hf_quant_config.json").write_text(json.dumps(old, indent=2) + "\n")
+    else:
+        scheme |= {"strategy": "tensor_group", "symmetric": True}
+        stored = {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
+        group = {
+            "targets": ["Linear"],
+            "format": "nvfp4-pack-quantized",
+            "weights": scheme | stored,
+            "input_activations": None if a16 else scheme | stored | {"dynamic": "local"},
+        }
+        quant = {
+            "quant_method": "compressed-tensors",
+            "format": "nvfp4-pack-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": ignore,
+        }
+    (target / "config.json").write_text(json.dumps(config | {"quantization_config": quant}, indent=2) + "\n")
+
+
+def gguf_to_folder(gguf: Path, folder: Path) -> None:
+    """A dense Hugging Face folder from a GGUF file, all of it in memory at once (transformers has no other way)."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    if not find_spec("gguf"):
+        raise UserError(f"{gguf} needs the package gguf to be read: pip install gguf")
+    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    quant = GgufConfig(dequantize=True)
+    AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16, quantization_config=quant).save_pretrained(
+        folder
+    )
+    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
 
 
 def quantize_command(args) -> None:
     source, target = Path(args.source), Path(args.target)
-    if (target / "config.json").is_file():
+    if target.exists():
         check_checkpoint(target)
-        print(f"{target} is already complete")
+        print(f"{target} is complete already")
         return
-    if not source.exists():
-        raise UserError(f"{source} does not exist")
     if args.sha256:
-        digest = hashlib.sha256(source.read_bytes()).hexdigest()
+        digest = hashlib.sha256(source.read_bytes()).hexdigest() if source.is_file() else "no file"
         if digest != args.sha256:
-            raise UserError(
-                f"{source} has sha256 {digest}, not {args.sha256}: the file is damaged or not the one expected"
-            )
-    partial = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-    partial.mkdir(parents=True)
+            raise UserError(f"{source} has sha256 {digest}, not {args.sha256}: damaged, or not the file you mean")
+    if not source.exists():
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+        try:
+            source = Path(snapshot_download(args.source, ignore_patterns=["*.bin", "*.pth", "original/*"]))
+        except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+            raise UserError(f"{args.source} is neither a path here nor a model the Hub gives: {error}") from error
+    unfinished = target.with_name(
+        f"{target.name}.{os.getpid()}.tmp"
+    )  # renamed at the end, so a folder is complete or absent
+    unfinished.mkdir(parents=True)
+    dense = source
     if source.suffix == ".gguf":
-        dense = partial / "dense"
+        dense = unfinished / "dense"
         gguf_to_folder(source, dense)
-    else:
-        dense = source
-    quantize(dense, partial, a16=args.a16, ignore=args.ignore, recipe=args.recipe, dialect=args.dialect)
+    quantize(dense, unfinished, a16=args.a16, ignore=args.ignore, recipe=args.recipe, dialect=args.dialect)
     for file in dense.iterdir():
-        if file.is_file() and not file.name.startswith(("model", "pytorch_model", "config.json")):
-            shutil.copy(file, partial)
-    shutil.rmtree(partial / "dense", ignore_errors=True)
-    partial.rename(target)
+        written = file.name in ("config.json", "hf_quant_config.json") or file.name.endswith(".index.json")
+        if file.is_file() and not written and file.suffix not in (".safetensors", ".bin", ".pth", ".gguf"):
+            shutil.copy(file, unfinished)
+    if dense != source:
+        shutil.rmtree(dense)
+    unfinished.rename(target)
     print(f"{target}: {sum(f.stat().st_size for f in target.iterdir()) / 1e6:.0f} MB")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# inspect
+
+
+def inspect(folder: Path) -> dict:
+    """What the checkpoint holds, per kind of module (layer and expert numbers as *), and what LoRA would train."""
+    report = check_checkpoint(folder)
+    weights = read_checkpoint(folder)
+    model = empty_model(read_config(folder))
+    placed, unused = place_weights(model, weights)
+    account(model, placed, unused, folder)
+    linears = {f"{name}.weight" for name in decoder_linears(model) if not name.endswith("kv_b_proj")}
+    experts = {f"{name}.{leaf}" for name in expert_modules(model) for leaf in ("gate_up_proj", "up_proj", "down_proj")}
+    trains = {w.name: "yes" for t, rows in placed.items() if t in linears for w in rows.weights}
+    trains |= {w.name: "--lora-experts" for t, rows in placed.items() if t in experts for w in rows.weights}
+    kinds: dict[tuple, list[Weight]] = {}
+    for weight in weights.values():
+        kind = re.sub(r"\.\d+(?=\.|$)", ".*", weight.name), weight.format, weight.shape
+        kinds.setdefault(kind, []).append(weight)
+    report["modules"] = []
+    for (name, form, shape), members in kinds.items():
+        stored = [t for w in members for t in (w.data, w.scale, w.global_scale) if t is not None]
+        size, count = sum(math.prod(t.shape) * t.dtype.itemsize for t in stored), len(members) * math.prod(shape)
+        row = {"name": name, "count": len(members), "format": form, "shape": list(shape), "bytes": size}
+        row |= {"bits": 8 * size / max(count, 1), "lora": trains.get(members[0].name, ""), "scales": ""}
+        if form == "nvfp4":
+            for weight in members:
+                weight.read_scale(torch.arange(weight.data.rows))  # raises on NaN
+            values = [weight.read_global_scale() for weight in members]
+            row["scales"] = f"ok, global {min(values):.2g} to {max(values):.2g}"
+        report["modules"].append(row)
+    report["bits_per_weight"] = 8 * report["weight_bytes"] / report["parameters"]
+    return report
+
+
+def print_report(report: dict) -> None:
+    rows = [["module", "count", "format", "shape", "bits", "MB", "LoRA", "block scales"]]
+    for m in report["modules"]:
+        shape = " × ".join(map(str, m["shape"]))
+        rows.append([m["name"], str(m["count"]), m["format"], shape, f"{m['bits']:.2f}", f"{m['bytes'] / 1e6:.2f}",
+                     m["lora"], m["scales"]])  # fmt: skip
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+    print(
+        f"\n{report['architecture']}, {report['dialect']}, activations {report['activations']}: "
+        f"{report['parameters'] / 1e6:,.1f} M parameters in {report['weight_bytes'] / 1e6:,.1f} MB, "
+        f"{report['bits_per_weight']:.2f} bits a weight"
+    )
 
 
 def main() -> None:
@@ -708,16 +1264,26 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     quant = commands.add_parser("quantize", help="make an NVFP4 checkpoint from a dense one")
     quant.add_argument("source", help="Hugging Face folder, Hub name or .gguf file")
-    quant.add_argument("target", help="folder to write")
+    quant.add_argument("target", help="folder to write; left alone when it is complete already")
     quant.add_argument("--a16", action="store_true", help="weight-only: activations stay bf16 in every engine")
     quant.add_argument(
-        "--ignore", action="append", default=[], help="module name or re:pattern to leave dense; repeatable"
+        "--ignore", action="append", default=[], help="module to leave dense: name, wildcard or re:…; repeatable"
     )
-    quant.add_argument("--recipe", choices=["max", "mse", "four-over-six"], default="max")
+    quant.add_argument(
+        "--recipe", choices=["max", "mse", "four-over-six"], default="max", help="how block scales are chosen"
+    )
     quant.add_argument("--dialect", choices=["compressed-tensors", "modelopt"], default="compressed-tensors")
-    quant.add_argument("--sha256", help="checksum the source file must have")
+    quant.add_argument("--sha256", help="checksum that the source file must have")
+    show = commands.add_parser("inspect", help="show layers, formats, sizes, scale checks and what LoRA would train")
+    show.add_argument("folder")
+    show.add_argument("--json", action="store_true", help="for programs")
     args = parser.parse_args()
-    quantize_command(args)
+    if args.command == "quantize":
+        quantize_command(args)
+    elif args.json:
+        print(json.dumps(inspect(Path(args.folder)), indent=2))
+    else:
+        print_report(inspect(Path(args.folder)))
 
 
 if __name__ == "__main__":

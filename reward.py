@@ -65,7 +65,7 @@ Text is compared without wrappers, case, spaces and the final full stop; two bar
 
 Left out: no language model as judge; no decimal comma; no prose ("the sum is negative"); no renaming of parameters (kπ
 is not nπ); no conversion of units; integrals, limits, piecewise functions and ellipses in sums are compared as text.
-\log is \ln. Conditions at the end ("where k is an integer", "for all x") are not compared.
+\log is \ln. A condition at the end ("where k is even", "for all x") counts only against another condition.
 """
 
 from __future__ import annotations
@@ -316,8 +316,8 @@ MULTIPLIERS = {"dozen": 12, "hundred": 100, "thousand": 1_000, "million": 10**6,
 STOP_WORDS = set(  # words that change the value, or take it back: no unit
     """not no or and is are isn't if than when unless but never wrong incorrect false either neither nor was except
     maybe minus plus times divided over under of out to by mod modulo base remainder more less fewer greater least most
-    half halves third thirds quarter quarters fourth fourths fifth fifths sixth sixths eighth eighths tenth tenths hundredth
-    hundredths pi root factorial choose negative about between through only instead approximately""".split()  # noqa: SIM905
+    half halves third thirds quarter quarters fourth fourths fifth fifths sixth sixths eighth eighths tenth tenths
+    hundredth hundredths pi root factorial choose negative about between through only instead approximately""".split()  # noqa: SIM905
 )
 MEANINGS = {  # whole answers in words that are mathematics
     "allrealnumbers": ("reals",),
@@ -337,11 +337,12 @@ TOKEN = re.compile(
     re.DOTALL,
 )
 THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3}(?:,\d{3})+)(?![\d,])")
-INTEGER_PARAMETER = re.compile(  # … , k ∈ ℤ
-    r"(?<=\S)\s*(?:,|\()\s*\(?\s*[a-z]\s*\\in\s*\\(?:mathbb|mathbf|Bbb)\s*\{?\s*[ZN]\s*\}?"
-    r"(?:[_^]\{?[\d+*]+\}?)*\s*\)?\s*$"
+CONDITION = re.compile(  # at the end: for all x; where k is even; k ∈ ℤ in brackets or after a comma
+    r"(?<=\S)(?:[\s,]|\\[,;: ]|\\q?quad\b|\\text\s*\{)+(?:for\s+(?:all|any|every|each|some|integers?)|where)\b.*$"
+    r"|(?<=\S)\s*[,(]\s*\(?\s*[a-z]\s*\\in\s*\\(?:mathbb|mathbf|Bbb)\s*\{?\s*[ZN]\s*\}?"
+    r"(?:[_^]\{?[\d+*]+\}?)*\s*\)?\s*$",
+    re.DOTALL,
 )
-CONDITION = re.compile(r"(?:for\s+(?:all|any|every|each|some|integers?)|where|in\s+general)\b")
 SEPARATOR = re.compile(r",?\s*(?:and|or)\s*,?")
 INLINE = re.compile(
     r"[-+]?\s*[\d.,/%()\s]*\d[\d.,/%()\s]*(?:[A-Za-z\s]*)|\(?\s*[A-Za-z]\s*\)?(?:\s*,\s*[A-Za-z])*[.:]?|\W*"
@@ -359,10 +360,10 @@ def clean(text: str) -> str:
             text = raised.sub(lambda m, mark=mark, s=script: f"{mark}{{{''.join(map(s.get, m[0]))}}}", text)
         text = "".join(FULL_WIDTH.get(c) or (f"{SIGNS[c]} " if c in SIGNS else c) for c in text)
     text = re.sub(rf"(\\(?:{TEXT_COMMANDS})\s*\{{[^{{}}]*)\\(?:{TEXT_COMMANDS})\s*\{{([^{{}}]*)\}}", r"\1\2", text)
-    text = re.sub(r"\\\$|\$|\\[()\[\]]|[£€¥]|^\*\*|\*\*$|<br>|^\s*\\\\", " ", text)
+    text = re.sub(r"(?<!\\)\$|\\[()\[\]]|[£€¥]|^\*\*|\*\*$|<br>|^\s*\\\\", " ", text)
     text = re.sub(r"(?<=\d)(?:,\s*\\!\s*|\{,\}|\\[!,]\s*)(?=\d)", "", text)  # 10,\!080  1{,}024  2\,0\,4
     text = re.sub(r"(?<![\d.,])(\d{1,3})((?: \d{3})+)(?!\d|\s*/)", lambda m: m[0].replace(" ", ""), text)  # 1 000
-    text = INTEGER_PARAMETER.sub("", text).strip().rstrip("\\").strip()
+    text = text.strip().rstrip("\\").strip()
     return text[:-1].rstrip() if text.endswith(".") and not text.endswith("..") else text
 
 
@@ -393,8 +394,6 @@ def tokenize(text: str, thousands: bool) -> list[tuple[str, str]]:
             inner = value.strip().rstrip(".")
             if SEPARATOR.fullmatch(inner):
                 tokens.append(("op", "or" if "or" in inner else "and"))
-            elif CONDITION.match(inner) and depth == 0:
-                break
             elif inner.endswith((" and", " or")):
                 tokens += [("text", inner.rpartition(" ")[0]), ("op", inner.rpartition(" ")[2])]
             elif len(inner) < 100 and INLINE.fullmatch(inner):
@@ -408,11 +407,7 @@ def tokenize(text: str, thousands: bool) -> list[tuple[str, str]]:
             if kind == "cmd" and value in SPACING:
                 continue
             value = ALIASES.get(value, value) if kind == "cmd" or len(value) > 1 else value
-            if value in ("and", "or"):
-                kind = "op"
-            elif kind == "word" and value in ("for", "where") and depth == 0 and CONDITION.match(text, match.start()):
-                break
-            elif not value.isalpha():
+            if value in ("and", "or") or not value.isalpha():
                 kind = "op"
         if kind == "newline":
             kind = "op"
@@ -567,7 +562,8 @@ class Parser:
         return ("rel", tuple(operators), tuple(sides))
 
     def side(self) -> tuple:
-        """A sum, a ratio `1:2:3` or a union of sets."""
+        """A sum, a ratio `1:2:3` or a union of sets; a dollar sign or a unit may stand around it."""
+        dollars = self.accept("\\$")
         node = self.sum()
         parts = [node]
         while self.peek()[1] == ":" and "set" not in self.bars:
@@ -583,7 +579,7 @@ class Parser:
         kind, value = self.peek()
         if kind == "text" or (kind == "word" and value.lower() in UNITS) or (kind == "word" and self.plain_words()):
             node = self.units(node)
-        return node
+        return ("unit", scalar(node), "dollar") if (dollars or self.accept("\\$")) and node[0] != "unit" else node
 
     def plain_words(self) -> bool:
         """Do only words follow, as in `7 apples`?"""
@@ -1576,13 +1572,21 @@ def readings(node: tuple) -> list[tuple]:
     return results
 
 
+def measure(node: tuple) -> str | None:
+    """What a single value is counted in: a unit, degrees, percent."""
+    if node[0] == "unit":
+        return node[2]
+    return next((sign for sign in ("deg", "pct") if node[0] not in NOT_SCALAR and count(node, sign)), None)
+
+
 def same(a: tuple, b: tuple) -> bool:
     """Do two nodes stand for the same object? Symmetric."""
     if a == b:
         return True
     check_time()
-    if a[0] == "unit" and b[0] == "unit":
-        return a[2] == b[2] and same(a[1], b[1])
+    p, q = measure(a), measure(b)
+    if p and q and p != q:
+        return False
     a, b = (n[1] if n[0] == "unit" else n for n in (a, b))
     kinds = {a[0], b[0]}
     if (
@@ -1642,6 +1646,8 @@ def same_collections(a: tuple, b: tuple) -> bool:
         return same_multisets(xs, ys)
     if a[0] != b[0] and not ("list" in (a[0], b[0]) and {a[0], b[0]} <= {"list", "tuple", "bracket"}):
         return False
+    if a[0] != b[0] and "bracket" in (a[0], b[0]) and len(a) == 3:
+        return False  # [1, 2] is an interval
     return len(a) == len(b) and all(map(same, a[1:], b[1:]))
 
 
@@ -1882,7 +1888,11 @@ def place(node: tuple) -> float | None:
         return math.inf * node[1]
     if node[0] in NOT_SCALAR or symbols(node):
         return None
-    value = value_at(readings(node)[0], {}, 30)
+    node = readings(node)[0]
+    exact = rational(node)
+    if exact is not None:
+        return float(exact) if bits(exact) < 1_000 else None
+    value = value_at(node, {}, 30)
     return float(value.real) if value is not None and is_real(value) else None
 
 
@@ -1995,6 +2005,10 @@ def compare(answer: str, reference: str) -> bool:
     answer, reference = (LEAD_IN.sub("", t, count=1) if "nswer" in t else t for t in (answer, reference))
     if answer.split() == reference.split():
         return True
+    conditions = [CONDITION.search(text) for text in (answer, reference)]
+    if all(conditions) and plain_text(conditions[0][0]) != plain_text(conditions[1][0]):
+        return False
+    answer, reference = (CONDITION.sub("", text) for text in (answer, reference))
     words = plain_text(answer), plain_text(reference)
     if all(word.isascii() and word.isalpha() and len(word) > 1 for word in words):
         return words[0] == words[1]  # two words are words, not products of letters: "no" is not "on"
@@ -2146,9 +2160,7 @@ atexit.register(close)
 
 def work() -> None:
     """A worker: one JSON pair per line in, one JSON verdict per line out, until the caller goes away."""
-    import mpmath  # noqa: F401
-    import sympy  # noqa: F401
-
+    is_correct(r"\sqrt{(x-1000)^2}", "1000-x")  # imports and warms all that a proof needs
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the caller decides
     resource.setrlimit(resource.RLIMIT_AS, (WORKER_MEMORY_BYTES, WORKER_MEMORY_BYTES))
     output = os.dup(1)

@@ -32,6 +32,8 @@ import torch.distributed as dist
 
 from model_nvfp4 import UserError, decode
 
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported, which any library may do first
+
 if TYPE_CHECKING:
     from vllm import LLM
 
@@ -83,7 +85,6 @@ def build_engine(
         raise UserError(f"--tp {tp} does not divide the {world} ranks; use a divisor of {world}.")
     # One process per rank: with vLLM's own engine process, `collective_rpc` could not share tensors with the trainer.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if not on_gpu:
         prepare_cpu()
 
@@ -100,6 +101,7 @@ def build_engine(
         "enable_prefix_caching": True,
         "disable_log_stats": True,
         "generation_config": "auto",  # brings the model's own list of end-of-sequence ids
+        "use_tqdm_on_load": False,
     }
     if max_lora_rank:
         slots = [rank for rank in LORA_RANKS if rank >= max_lora_rank]
@@ -177,9 +179,15 @@ def push_adapter(engine: LLM, folder: str | Path, version: int) -> None:
 
 
 def shutdown(engine: LLM) -> None:
-    """Stop the engine. Before `destroy_process_group`: the other order makes vLLM's exit handler fail on every rank."""
+    """Stop the engine, then the process group: the other order makes vLLM's exit handler fail on every rank.
+
+    Collective: every rank must call, after its last collective. (vLLM 0.32 destroys the default group by itself.)
+    """
+    if dist.is_initialized():
+        dist.barrier()
     engine.llm_engine.engine_core.shutdown()
-    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

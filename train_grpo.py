@@ -34,17 +34,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import model_nvfp4
 import numpy as np
-import reward as grader
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from eval_aime import Problem, conversation, evaluate, read_problems, sample_seed
-from model_nvfp4 import UserError
 from torch import nn
 
+import model_nvfp4
+import reward as grader
 import rollout
+from eval_aime import Problem, conversation, evaluate, read_problems, sample_seed
+from model_nvfp4 import UserError
+from report import outcome, plot_curves, read_jsonl
 from rollout import Sample, awake, generate, push_adapter
 
 # Axis legend: P prompts of a step (all ranks) · G samples per prompt · N = P·G · T tokens of a row · S trained tokens ·
@@ -401,48 +402,132 @@ def token_logprobs(policy: nn.Module, batch: Batch, temperature: float) -> tuple
 # The loss
 
 
+LOSSES = {  # name: (ratio per "token" or "sequence", average over "tokens" or a "constant", symmetric clip)
+    "dapo": ("token", "tokens", False),  # Yu et al. 2025: the upper clip is wider than the lower
+    "grpo": ("token", "tokens", True),  # Shao et al. 2024, with DAPO's token mean
+    "dr_grpo": ("token", "constant", True),  # Liu et al. 2025: no length in the denominator
+    "gspo": ("sequence", "tokens", False),  # Zheng et al. 2025: one ratio a completion, its tokens' geometric mean
+    "cispo": ("token", "tokens", False),  # MiniMax-M1 2025: the clipped ratio is a weight, no token loses its gradient
+}
+
+
+def per_sample(values: torch.Tensor, samples: torch.Tensor, reduce: str) -> torch.Tensor:
+    """Sum or mean of (S,) values over each completion, given back to each of its tokens: (S,)."""
+    count = int(samples.max()) + 1 if len(samples) else 0
+    pooled = values.new_zeros(count).index_add(0, samples, values)  # (completions,)
+    if reduce == "mean":
+        pooled = pooled / torch.bincount(samples, minlength=count)
+    return pooled[samples]  # (S,)
+
+
+def importance_weights(
+    trainer_logprobs: torch.Tensor,  # (S,) before this rollout's first update
+    sampler_logprobs: torch.Tensor,  # (S,)
+    how: str = "tis",
+    low: float = 0.5,
+    high: float = 2.0,
+) -> torch.Tensor:
+    """(S,) corrections for sampling with one program and training another, when the ratio is against the trainer's own.
+
+    "tis" caps π_trainer/π_sampler at `high` (truncated importance sampling, Yao et al. 2025); "icepop" sets weights outside
+    [low, high] to zero instead (Ling Team 2025). A log-prob that the engine could not give (−inf, NaN) has weight 0.
+    """
+    weights = (trainer_logprobs - sampler_logprobs).exp()  # (S,)
+    weights = torch.where(torch.isfinite(weights), weights, 0.0)  # (S,)
+    if how == "icepop":
+        return weights * ((weights >= low) & (weights <= high))  # (S,)
+    return weights.clamp(max=high)  # (S,)
+
+
 def policy_loss(
-    logprobs: torch.Tensor,  # (S,)
-    old_logprobs: torch.Tensor,  # (S,)
+    logprobs: torch.Tensor,  # (S,) now
+    old_logprobs: torch.Tensor,  # (S,) the ratio's denominator: the sampler's, or the trainer's before the first update
     advantages: torch.Tensor,  # (S,)
-    num_tokens: float,
+    samples: torch.Tensor,  # (S,) completion of each token
+    denominator: float,  # trained tokens of the whole step, or a constant (Dr. GRPO)
     *,
+    loss: str = "dapo",
     clip_low: float = 0.2,
     clip_high: float = 0.28,
+    dual_clip: float | None = None,
+    weights: torch.Tensor | None = None,  # (S,) from importance_weights
+    reference_logprobs: torch.Tensor | None = None,  # (S,) of the frozen base
+    kl_coef: float = 0.0,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Clipped policy-gradient loss, a sum over this row's tokens divided by the step's `num_tokens`, and sums of its stats.
+    """Clipped policy-gradient loss: this row's sum over tokens, divided by the step's denominator; and sums of its stats.
 
-    DAPO (Yu et al. 2025): token mean over the whole step, upper clip wider than lower. Stats are sums (or a maximum), so
-    micro-batches and ranks can be added up.
+    `dual_clip` c > 1 bounds the loss of a negative advantage at c·|A| (Ye et al. 2020). `kl_coef` adds k3(π ‖ base)
+    (Schulman 2020). Stats are sums or maxima, so that micro-batches and ranks can be added up.
     """
+    level, _, symmetric = LOSSES[loss]
+    low, high = 1 - clip_low, 1 + (clip_low if symmetric else clip_high)
+    # Where the engine had no finite number (vLLM gives NaN at p ≈ 1, TRL issue 6166) the token counts as on policy.
+    old_logprobs = torch.where(torch.isfinite(old_logprobs), old_logprobs, logprobs.detach())  # (S,)
     log_ratio = logprobs - old_logprobs  # (S,)
+    if level == "sequence":
+        log_ratio = per_sample(log_ratio, samples, "mean")  # (S,)
     ratio = log_ratio.exp()  # (S,)
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)  # (S,)
-    loss = -torch.minimum(ratio * advantages, clipped * advantages).sum() / num_tokens
+    if loss == "cispo":
+        losses = -ratio.clamp(low, high).detach() * advantages * logprobs  # (S,)
+    else:
+        losses = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)  # (S,)
+    if dual_clip is not None:
+        losses = torch.where(advantages < 0, losses.clamp(max=-dual_clip * advantages), losses)  # (S,)
+    if weights is not None:
+        losses = losses * weights  # (S,)
+    if kl_coef:
+        drift = reference_logprobs - logprobs  # (S,)
+        losses = losses + kl_coef * (drift.exp() - 1 - drift)  # (S,)
     with torch.no_grad():
-        gap = log_ratio.abs()  # (S,)
         stats = {
-            "tokens": torch.tensor(float(gap.numel())),
-            "gap": gap.sum(),
-            "gap_max": gap.max(),
-            "kl": (ratio - 1 - log_ratio).sum(),  # k3 of Schulman 2020: KL(sampler ‖ trainer), never negative
-            "clip_low": ((ratio < 1 - clip_low) & (advantages < 0)).sum(),
-            "clip_high": ((ratio > 1 + clip_high) & (advantages > 0)).sum(),
+            "tokens": torch.tensor(float(len(logprobs))),
+            "clip_low": ((ratio < low) & (advantages < 0)).sum(),
+            "clip_high": ((ratio > high) & (advantages > 0)).sum(),
             "ratio_max": ratio.max(),
+            "reference_kl": (drift.exp() - 1 - drift).sum() if kl_coef else torch.tensor(0.0),
         }
-    return loss, stats
+    return losses.sum() / denominator, stats
 
 
-def reduce_stats(stats: list[dict[str, torch.Tensor]]) -> dict[str, float]:
-    """Sums and maxima over micro-batches and ranks. Collective: every rank must call, with the same keys."""
-    names = sorted(stats[0])
-    sums = [name for name in names if not name.endswith("_max")]
-    maxima = [name for name in names if name.endswith("_max")]
-    total = torch.stack([torch.stack([s[name].double().cpu() for s in stats]).sum() for name in sums])  # (sums,)
-    peak = torch.stack([torch.stack([s[name].double().cpu() for s in stats]).amax() for name in maxima])  # (maxima,)
-    dist.all_reduce(total)
-    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-    return dict(zip(sums, total.tolist())) | dict(zip(maxima, peak.tolist()))
+def gap_stats(trainer_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
+    """How far trainer and engine are apart on (S,) sampled tokens: sums of |Δlogp| and of k3 = KL(sampler ‖ trainer)."""
+    difference = (trainer_logprobs.detach() - sampler_logprobs).nan_to_num(0.0, 0.0, 0.0)  # (S,)
+    gap = difference.abs()  # (S,)
+    bins = torch.bucketize(gap.float().cpu(), GAP_BINS)  # (S,)
+    return {
+        "gap": gap.sum(),
+        "gap_max": gap.max(),
+        "kl": (difference.exp() - 1 - difference).sum(),
+        "gap_histogram": torch.bincount(bins, minlength=len(GAP_BINS) + 1),  # (bins,): a percentile without a gather
+    }
+
+
+GAP_BINS = torch.logspace(-6, 2, 161)  # twenty to a decade: a percentile is right to 6 %
+
+
+def reduce_stats(stats: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Sums over micro-batches and ranks, maxima for names in …_max. Collective: every rank must call, with the same keys."""
+    reduced = {}
+    for name in stats[0]:
+        stacked = torch.stack([s[name].double().cpu() for s in stats])  # (rows, …)
+        reduced[name] = stacked.amax(0) if name.endswith("_max") else stacked.sum(0)
+    for operation, chosen in (
+        (dist.ReduceOp.MAX, [n for n in reduced if n.endswith("_max")]),
+        (dist.ReduceOp.SUM, [n for n in reduced if not n.endswith("_max")]),
+    ):
+        flat = torch.cat([reduced[name].reshape(-1) for name in chosen])
+        dist.all_reduce(flat, op=operation)
+        for name, part in zip(chosen, flat.split([reduced[name].numel() for name in chosen])):
+            reduced[name] = part.view(reduced[name].shape)
+    return reduced
+
+
+def percentile(histogram: torch.Tensor, share: float) -> float:
+    """Upper edge of the bin of GAP_BINS in which `share` of the tokens lie at or below."""
+    if not histogram.sum():
+        return 0.0
+    index = int(torch.searchsorted(histogram.cumsum(0), share * histogram.sum()))
+    return GAP_BINS[min(index, len(GAP_BINS) - 1)].item()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -463,13 +548,6 @@ def write_atomically(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-
-
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Complete lines only: a line that a killed process left half written is dropped. A missing file is an empty one."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def append_jsonl(path: Path, records: list[dict[str, Any]]) -> None:
@@ -599,47 +677,6 @@ def describe_run(args: argparse.Namespace, world: int) -> dict[str, Any]:
     }
 
 
-def plot_curves(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: Path) -> None:
-    """Six small plots of a run: reward, held-out accuracy, length, gap, gradient norm, seconds by phase."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    steps = [m["step"] for m in metrics]
-    figure, axes = plt.subplots(2, 3, figsize=(12, 6), layout="constrained")
-    for axis, (name, title) in zip(
-        axes.flat[[0, 2, 3, 4]],
-        [
-            ("reward", "reward (mean of the step)"),
-            ("completion_tokens", "completion length (tokens)"),
-            ("gap", "|Δlogp| trainer − engine (nats)"),
-            ("grad_norm", "gradient norm"),
-        ],
-    ):
-        axis.plot(steps, [m[name] for m in metrics], marker=".")
-        axis.set_title(title)
-    heldout = axes[0, 1]
-    heldout.errorbar(
-        [e["step"] for e in evaluations],
-        [e["avg"] for e in evaluations],
-        yerr=[e["avg_se"] for e in evaluations],
-        marker="o",
-    )
-    heldout.set_title("held-out accuracy (± standard error)")
-    heldout.set_ylim(0, 1)
-    phases = sorted({phase for m in metrics for phase in m["seconds"]})
-    axes[1, 2].stackplot(steps, [[m["seconds"].get(phase, 0.0) for m in metrics] for phase in phases], labels=phases)
-    axes[1, 2].set_title("seconds by phase")
-    axes[1, 2].legend(fontsize=8)
-    for axis in axes.flat:
-        axis.set_xlabel("step")
-    temporary = path.with_name(f".{path.name}.tmp")
-    figure.savefig(temporary, format="png", dpi=110)
-    plt.close(figure)
-    os.replace(temporary, path)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Flags and checks
 
@@ -706,10 +743,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--engine-args", type=json.loads, default={}, help="JSON of further arguments of vllm.LLM")
 
     group = parser.add_argument_group("algorithm")
+    group.add_argument("--loss", choices=list(LOSSES), default="dapo", help="see LOSSES and policy_loss")
     group.add_argument("--advantage-scale", choices=["std", "none", "loo"], default="std", help="see group_advantages")
     group.add_argument("--clip-low", type=float, default=0.2, help="how far a ratio may fall before its gradient stops")
     group.add_argument(
         "--clip-high", type=float, default=0.28, help="how far it may rise; wider keeps entropy up (DAPO)"
+    )
+    group.add_argument(
+        "--dual-clip", type=float, default=None, help="bound on the loss of bad samples, such as 3 (off)"
+    )
+    group.add_argument(
+        "--truncated", choices=["score", "zero", "mask"], default="score", help="what a cut completion earns"
     )
     group.add_argument(
         "--max-logprob-gap",
@@ -724,6 +768,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--lr", type=float, default=5e-4, help="of AdamW after warm-up; LoRA wants about ten times a full model's"
     )
     group.add_argument("--warmup", type=int, default=0, help="steps of linear warm-up")
+    group.add_argument("--schedule", choices=["constant", "cosine"], default="constant", help="cosine falls to a tenth")
+    group.add_argument(
+        "--minibatches", type=int, default=1, help="optimizer steps per rollout; more reuses samples longer"
+    )
     group.add_argument("--max-grad-norm", type=float, default=1.0, help="gradients above are scaled down to it")
     group.add_argument(
         "--max-tokens", type=int, default=8192, help="tokens of a micro-batch; reduce it when memory runs out"
@@ -804,12 +852,37 @@ def register_attention() -> None:
     AttentionInterface.register("grouped", grouped_attention)
 
 
-def check_gap(gap: float, limit: float, step: int) -> None:
-    """The gate of each step: trainer and engine must be the same policy. Raises UserError when they are not."""
-    if gap > limit:
+def learning_rate(peak: float, step: int, steps: int, warmup: int, schedule: str) -> float:
+    """Linear warm-up over `warmup` steps, then constant, or a half cosine to a tenth of the peak."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if schedule == "constant":
+        return peak
+    return peak * (0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+def loss_denominator(loss: str, num_tokens: int, num_samples: int, completion_tokens: int) -> float:
+    """What every row's sum is divided by, the same on all ranks: trained tokens, or Dr. GRPO's constant N · longest."""
+    return float(num_samples * completion_tokens if LOSSES[loss][1] == "constant" else max(num_tokens, 1))
+
+
+def clip_gradient(parameters: list[nn.Parameter], max_norm: float) -> float:
+    """Scale gradients down to `max_norm` and return the norm before. Collective: every rank must call."""
+    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+    return (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
+
+
+def check_step(m: dict[str, Any], max_gap: float, bad_steps: int, samples_path: Path) -> None:
+    """The gate of each step: trainer and engine are one policy, gradients are finite. Raises UserError when not."""
+    if not m["gap"] <= max_gap:  # also when it is no number
         raise UserError(
-            f"step {step}: trainer and engine differ by {gap:.3f} nats per token (--max-logprob-gap {limit}); healthy is about "
-            f".01. The engine probably ignores the adapter, quantises activations (W4A4) or runs another temperature."
+            f"step {m['step']}: trainer and engine differ by {m['gap']:.3f} nats per token (--max-logprob-gap {max_gap}); about "
+            f".01 is healthy. Does the engine ignore the adapter, quantise activations (W4A4), or sample at another temperature?"
+        )
+    if bad_steps == 3:
+        raise UserError(
+            f"three steps in a row had no finite gradient (norm {m['grad_norm']}) and were skipped; their samples are the last "
+            f"lines of {samples_path}. Try a lower --lr or --max-grad-norm."
         )
 
 
@@ -818,16 +891,18 @@ def step_metrics(
     samples: list[Sample],
     rewards: torch.Tensor,  # (P, G)
     verdicts: list[grader.Verdict],
-    totals: dict[str, float],
-    num_tokens: int,
-    grad_norm: float,
+    totals: dict[str, torch.Tensor],
+    norms: list[float],
     lr: float,
     seconds: dict[str, float],
 ) -> dict[str, Any]:
-    """One line of metrics.jsonl. Means over tokens are over the trained tokens of all ranks."""
+    """One line of metrics.jsonl. Means over tokens are over the trained tokens of all ranks; log-probs are in nats."""
     lengths = [len(s.completion_ids) for s in samples]
-    tokens = max(num_tokens, 1)
+    tokens = max(totals["tokens"].item(), 1)
     best, worst = rewards.amax(1), rewards.amin(1)  # (P,), (P,)
+    per_token = {
+        name: totals[name].item() / tokens for name in ("gap", "kl", "reference_kl", "entropy", "clip_low", "clip_high")
+    }
     return {
         "step": step,
         "reward": rewards.mean().item(),
@@ -839,20 +914,28 @@ def step_metrics(
         "completion_tokens_max": max(lengths),
         "truncated": float(np.mean([s.finish_reason == "length" for s in samples])),
         "sampled_tokens": sum(lengths),
-        "trained_tokens": num_tokens,
-        "loss": totals["loss"],
-        "gap": totals["gap"] / tokens,
-        "gap_max": totals["gap_max"],
-        "kl": totals["kl"] / tokens,
-        "entropy": totals["entropy"] / tokens,
-        "clip_low": totals["clip_low"] / tokens,
-        "clip_high": totals["clip_high"] / tokens,
-        "ratio_max": totals["ratio_max"],
-        "grad_norm": grad_norm,
+        "trained_tokens": int(totals["tokens"].item()),
+        "loss": totals["loss"].item(),
+        **per_token,
+        "gap_p99": percentile(totals["gap_histogram"], 0.99),
+        "gap_max": totals["gap_max"].item(),
+        "ratio_max": totals["ratio_max"].item(),
+        "grad_norm": norms[-1],
+        "skipped": sum(not math.isfinite(norm) for norm in norms),
         "lr": lr,
         "reasons": dict(Counter(v.reason for v in verdicts)),
         "seconds": seconds,
+        "memory_gib": memory_gib(),
     }
+
+
+def memory_gib() -> float:
+    """Peak memory of this rank so far in GiB: the GPU's where there is one, else the process's."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
 
 
 def sample_records(
@@ -990,6 +1073,12 @@ def main() -> None:
 
         model_nvfp4.load_lora_state_dict(policy, load_file(checkpoint / "adapter_model.safetensors"))
         load_optimizer_tensors(policy, optimizer, load_file(checkpoint / "optimizer.safetensors"))
+    loss_settings = {
+        "loss": args.loss,
+        "clip_low": args.clip_low,
+        "clip_high": args.clip_high,
+        "dual_clip": args.dual_clip,
+    }
     adapter = model_nvfp4.lora_state_dict(policy)
     handover = Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
     handover /= f"adapter-{os.getuid()}-{os.environ['MASTER_PORT']}-{rank}"  # one per rank: no shared disk in the loop
@@ -1060,78 +1149,71 @@ def main() -> None:
         with timed(seconds, "score"):
             references = [p.answer for p in problems for _ in range(args.group_size)]
             verdicts = grader.score([s.text for s in samples], references)  # N
+            masked = [args.truncated == "mask" and s.finish_reason == "length" for s in samples]  # N
             rewards = torch.tensor([v.reward for v in verdicts]).view(args.prompts, args.group_size)  # (P, G)
+            if args.truncated == "zero":
+                cut = torch.tensor([s.finish_reason == "length" for s in samples]).view_as(rewards)  # (P, G)
+                rewards = rewards.masked_fill(cut, 0.0)  # (P, G)
         with timed(seconds, "train"):
             advantages = group_advantages(rewards, args.advantage_scale)  # (P, G)
-            segments = make_segments(samples, advantages, args.max_tokens)
-            num_tokens = sum(len(ids) for s in segments for ids, _, _ in s.completions)  # one denominator for all ranks
-            stats = []
-            for row in balance(segments, world, args.max_tokens)[rank]:
-                batch = pack(row).to(device)
-                logprobs, entropy = token_logprobs(policy, batch, args.temperature)  # (S,), (S,)
-                loss, row_stats = policy_loss(
-                    logprobs,
-                    batch.old_logprobs,
-                    batch.advantages,
-                    max(num_tokens, 1),
-                    clip_low=args.clip_low,
-                    clip_high=args.clip_high,
-                )
-                (loss * batch.weight * world).backward()  # FSDP averages over ranks; the loss wants the sum
-                row_stats |= {"entropy": entropy.sum(), "loss": loss.detach()}
-                stats.append({name: value * batch.weight for name, value in row_stats.items()})
-            totals = reduce_stats(stats)
-            assert totals["tokens"] == num_tokens, f"{totals['tokens']} of {num_tokens} tokens were trained"
-            gap = totals["gap"] / max(num_tokens, 1)
-            check_gap(gap, args.max_logprob_gap, step)
-            grad_norm = nn.utils.clip_grad_norm_(trainable, args.max_grad_norm)
-            grad_norm = (grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm).item()
-            bad_steps = 0 if math.isfinite(grad_norm) else bad_steps + 1
-            if bad_steps == 3:
-                raise RuntimeError(
-                    f"three steps in a row had no finite gradient (norm {grad_norm}); see {paths['samples']}"
-                )
-            lr = args.lr * min(1.0, (step + 1) / max(args.warmup, 1))
-            optimizer.param_groups[0]["lr"] = lr
-            if num_tokens and math.isfinite(grad_norm):
-                optimizer.step()
-            optimizer.zero_grad()
+            segments = make_segments(samples, advantages, args.max_tokens, masked)
+            optimizer.param_groups[0]["lr"] = lr = learning_rate(args.lr, step, args.steps, args.warmup, args.schedule)
+            stats, norms = [], []
+            for part in range(args.minibatches):  # optimizer steps on this rollout; one, unless asked for more
+                chunk = segments[part :: args.minibatches]
+                num_tokens = sum(len(ids) for s in chunk for ids, _, _ in s.completions)
+                denominator = loss_denominator(
+                    args.loss, num_tokens, len(samples), args.completion_tokens
+                )  # of all ranks
+                for row in balance(chunk, world, args.max_tokens)[rank]:
+                    batch = pack(row).to(device)
+                    logprobs, entropy = token_logprobs(policy, batch, args.temperature)  # (S,), (S,)
+                    loss, row_stats = policy_loss(
+                        logprobs, batch.old_logprobs, batch.advantages, batch.samples, denominator, **loss_settings
+                    )
+                    (loss * batch.weight * world).backward()  # FSDP averages over ranks; the loss wants the sum
+                    row_stats |= gap_stats(logprobs, batch.old_logprobs) | {
+                        "entropy": entropy.sum(),
+                        "loss": loss.detach(),
+                    }
+                    stats.append({name: value * batch.weight for name, value in row_stats.items()})
+                norms.append(clip_gradient(trainable, args.max_grad_norm))
+                if num_tokens and math.isfinite(norms[-1]):
+                    optimizer.step()
+                optimizer.zero_grad()
             adapter = model_nvfp4.lora_state_dict(policy)
+            totals = reduce_stats(stats)
         done = step + 1
+        m = step_metrics(done, samples, rewards, verdicts, totals, norms, lr, seconds)
         if rank == 0:
-            metrics.append(step_metrics(done, samples, rewards, verdicts, totals, num_tokens, grad_norm, lr, seconds))
-            append_jsonl(paths["metrics"], metrics[-1:])
+            metrics.append(m)
+            append_jsonl(paths["metrics"], [m])
             append_jsonl(paths["samples"], sample_records(done, problems, samples, verdicts, args.group_size))
+            report_step(bar, m, args.steps, samples[0] if step % args.print_every == 0 else None)
+        bad_steps = bad_steps + 1 if m["skipped"] else 0
+        check_step(m, args.max_logprob_gap, bad_steps, paths["samples"])
         if done % args.save_every == 0 or done == args.steps:
-            with timed(seconds, "save"):
-                state = optimizer_tensors(policy, optimizer)
+            with timed(seconds, "save"):  # counted with the next line of the log, which is already written
+                moments = optimizer_tensors(policy, optimizer)
                 if rank == 0:
-                    save_checkpoint(run_dir, done, adapter, state, adapter_config, args.keep)
-        if rank == 0:
-            report_step(bar, metrics[-1], args.steps, samples[0] if step % args.print_every == 0 else None)
+                    save_checkpoint(run_dir, done, adapter, moments, adapter_config, args.keep)
         if args.eval_every and done % args.eval_every == 0 and done < args.steps:
             evaluate_heldout(done)
             if rank == 0:
-                plot_curves(metrics, evaluations, run_dir / "curves.png")
+                plot_curves({run_dir.name: (metrics, evaluations)}, run_dir / "curves.png")
 
     # --- After -------------------------------------------------------------------------------------------------------
     evaluate_heldout(args.steps)
     if rank == 0:
         bar.close()
         model_nvfp4.save_adapter(run_dir / "adapter", adapter, **adapter_config)
-        plot_curves(metrics, evaluations, run_dir / "curves.png")
+        if metrics:
+            plot_curves({run_dir.name: (metrics, evaluations)}, run_dir / "curves.png")
         if heldout:
-            first, last = evaluations[0]["avg"], evaluations[-1]["avg"]
-            print(
-                f"before {first:.2f} → after {last:.2f} ({len(heldout)} problems × {args.heldout_samples} samples)".replace(
-                    " 0.", " ."
-                )
-            )
+            print(outcome(evaluations))
         print(f"adapter in {run_dir / 'adapter'}, curves in {run_dir / 'curves.png'}")
     shutil.rmtree(handover, ignore_errors=True)
     rollout.shutdown(engine)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

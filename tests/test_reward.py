@@ -167,7 +167,10 @@ yes ; \text{Yes} ; Yes.
 5 \text{ cm} ; 5 ; 5cm ; 5\,\mathrm{cm} ; 5\text{ centimeters}
 12\text{ cm}^2 ; 12 ; 12 \text{ square feet}wrong
 5000000 ; 5 \text{ million}
-\$18.90 ; 18.9
+\$18.90 ; 18.9 ; 18.90\text{ dollars}
+f(x)=1 ; f(x) = 1 \text{ for all } x ; 1
+k\pi ; k\pi, k \in \mathbb{Z} ; \pi k\ (k\in\mathbb{Z})
+5\pm 2 ; 7,3
 \{-1\}\cup[0,7) ; [0,7)\cup\{-1\}
 \frac{6^6-5^6}{6^5}\approx 3.99 ; \frac{31031}{7776}
 """.strip()
@@ -221,7 +224,10 @@ x=5 ; y=5
 yes ; no
 \text{no} ; \text{on}
 B ; D ; A
-5\text{ cm} ; 5\text{ m}
+5\text{ cm} ; 5\text{ m} ; 5^\circ ; 5\% ; \$5
+50\% ; 50^\circ ; \$50 ; 50\text{ weeks}
+-2,4 ; [-2,4]
+2k \text{ where } k \text{ is even} ; 2k \text{ where } k \text{ is odd}
 90^\circ ; 91 ; \frac{\pi}{3}
 \sin 15^\circ ; \sin 15
 \infty ; -\infty
@@ -332,13 +338,22 @@ def test_a_killed_worker_is_replaced_and_costs_no_verdict():
     assert score([r"\boxed{\sqrt8}"], [r"2\sqrt2"], workers=1)[0].equal
 
 
+def test_workers_have_a_memory_limit():
+    score([r"\boxed{x+1}"], ["1+x"], workers=1)
+    limits = Path(f"/proc/{grader._pool[0]['process'].pid}/limits").read_text().splitlines()
+    line = next(line for line in limits if line.startswith("Max address space"))
+    assert line.split()[3] == str(grader.WORKER_MEMORY_BYTES)
+
+
 def test_an_overrun_is_killed_and_the_rest_is_judged():
-    hard = r"\boxed{\sin(x^{7})+\cos(\max(x,1000))}"  # no point and no proof decides it: longer than the limit below
-    completions = [hard, r"\boxed{\sqrt{8}}"]
-    references = [r"\sin(x^{7})+\cos(1000)", r"2\sqrt{2}"]
+    hard = (
+        r"\boxed{(\sin x+\cos 2x)^{9}|x-1000|}"  # no point tells it from the reference, and no proof is found in time
+    )
+    completions = [hard, r"\boxed{x+1}"]
+    references = [r"(\sin x+\cos 2x)^{9}(1000-x)", "1+x"]
     score(completions[1:], references[1:], workers=1)
     pid = grader._pool[0]["process"].pid
-    verdicts = score(completions, references, workers=1, timeout=0.1)
+    verdicts = score(completions, references, workers=1, timeout=0.3)
     assert [v.reason for v in verdicts] == ["timeout", "equal"]
     assert grader._pool[0]["process"].pid != pid
 

@@ -90,9 +90,10 @@ def test_products_of_polynomials_expand(p, q, shift):
 
 
 FRAGMENTS = r"""
-    \frac \sqrt { } ( ) [ ] \{ \} | ^ _ + - * / = < > \le \ne , ; : ! ' % ^\circ \pm \cup \infty \text{and} \text{cm}
-    . $ &     \sin \ln \log_2 \sum_{k=1}^{n} \begin{pmatrix} \end{pmatrix} \\ \pi e i x y f 0 1 2 42 3.5 \in \mathbb{R} \binom
-    \left \right \overline \approx \lfloor \rfloor \ldots \mid and or \int \begin{cases} \end{cases} sin exp
+    \frac \sqrt { } ( ) [ ] \{ \} | ^ _ + - * / = < > \le \ne , ; : ! ' % ^\circ \pm \cup \infty
+    \text{and} \text{cm} . $ & \$ \sin \ln \log_2 \sum_{k=1}^{n} \begin{pmatrix} \end{pmatrix} \\ \pi e
+    i x y f 0 1 2 42 3.5 \in \mathbb{R} \binom \left \right \overline \approx \lfloor \rfloor \ldots
+    \mid and or \int \begin{cases} \end{cases} \text{where} sin exp
 """
 LATEX = st.lists(st.sampled_from(FRAGMENTS.split()), max_size=25).map(" ".join)
 
@@ -288,3 +289,20 @@ def test_the_budget_holds_in_several_threads_at_once(name):
         thread.join()
     assert len(seconds) == 4
     assert max(seconds) < 4 * LIMIT_SECONDS  # four threads share one interpreter lock
+
+
+def test_a_proof_that_takes_for_ever_is_cut_off_in_any_thread():
+    verdicts = []
+
+    def run():
+        start = time.perf_counter()
+        verdict = is_correct(
+            r"(\sin x+\cos 2x)^{9}|x-1000|", r"(\sin x+\cos 2x)^{9}(1000-x)"
+        )  # equal below x = 1000 only
+        verdicts.append((verdict.reason, time.perf_counter() - start))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert verdicts[0][0] == "timeout"
+    assert verdicts[0][1] < LIMIT_SECONDS

@@ -1,0 +1,409 @@
+"""The GRPO step: pure functions against published values and slow references. `pytest tests/test_train_grpo.py`."""
+
+import copy
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import train_grpo
+from model_nvfp4 import UserError
+from rollout import Sample
+from train_grpo import (
+    LOSSES,
+    Segment,
+    TokenLogprobs,
+    arithmetic_problems,
+    balance,
+    gap_stats,
+    group_advantages,
+    importance_weights,
+    learning_rate,
+    loss_denominator,
+    make_segments,
+    next_problems,
+    pack,
+    per_sample,
+    percentile,
+    policy_loss,
+)
+
+# --- Advantages ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rewards", "scale", "expected"),
+    [
+        # TRL's unbiased standard deviation plus 1e-4, centring only (Dr. GRPO), leave-one-out (NeMo-RL, prime-rl)
+        ([1, 0, 0, 0], "std", [1.49970, -0.49990, -0.49990, -0.49990]),
+        ([1, 0, 0, 0], "none", [0.75, -0.25, -0.25, -0.25]),
+        ([1, 0, 0, 0], "loo", [1, -1 / 3, -1 / 3, -1 / 3]),
+        ([1, 1, 0, 0], "std", [0.86588, 0.86588, -0.86588, -0.86588]),
+        ([1, 1, 0, 0], "none", [0.5, 0.5, -0.5, -0.5]),
+        ([1, 1, 0, 0], "loo", [2 / 3, 2 / 3, -2 / 3, -2 / 3]),
+        ([1, 0], "std", [0.70701, -0.70701]),
+        ([1, 0], "none", [0.5, -0.5]),
+        ([1, 0], "loo", [1, -1]),
+        ([1, 2, 3], "loo", [-1.5, 0, 1.5]),  # NeMo-RL: baselines 2.5, 2, 1.5
+        ([0.3, 0.3, 0.3], "std", [0, 0, 0]),
+        ([0.1, 0.1, 0.1], "none", [0, 0, 0]),
+        ([-1, -1], "loo", [0, 0]),
+    ],
+)
+def test_advantages(rewards, scale, expected):
+    advantages = group_advantages(torch.tensor([rewards], dtype=torch.float32), scale)
+    torch.testing.assert_close(advantages[0], torch.tensor(expected, dtype=torch.float32), atol=2e-5, rtol=0)
+
+
+def test_a_group_without_spread_is_exactly_zero_beside_one_with():
+    # Seven times .1 has a mean that is not .1 in fp32: centring alone would leave rounding noise to be divided by 1e-4.
+    advantages = group_advantages(torch.tensor([[0.1] * 7, [0.0] * 6 + [1.0]]))
+    assert (advantages[0] == 0).all()
+    assert (advantages[1] != 0).all()
+
+
+def test_a_group_of_one_is_refused():
+    with pytest.raises(AssertionError, match="at least two samples"):
+        group_advantages(torch.tensor([[1.0]]))
+
+
+# --- Loss ------------------------------------------------------------------------------------------------------------
+
+# NeMo-RL's base case: advantages 1, −1, 2, old log-probs −1, ratios .5, 1, 1.5. Values below are those of the unit tests
+# of NeMo-RL, verl, slime and OpenRLHF, recomputed by hand.
+NEW, OLD, ADVANTAGES = torch.tensor([-1.69315, -1.0, -0.59453]), torch.full((3,), -1.0), torch.tensor([1.0, -1.0, 2.0])
+SAMPLER = torch.tensor([-0.5, -1.5, -0.8])
+ONE_SAMPLE = torch.zeros(3, dtype=torch.long)
+NO_CLIP = {"clip_low": 0.2, "clip_high": 0.2}
+
+
+def loss_of(loss, new=NEW, old=OLD, advantages=ADVANTAGES, samples=ONE_SAMPLE, **settings):
+    return policy_loss(new, old, advantages, samples, len(new), loss=loss, **{**NO_CLIP, **settings})[0].item()
+
+
+def test_losses_on_the_base_case():
+    assert loss_of("grpo") == pytest.approx(-0.6333, abs=1e-4)  # per token −.5, 1, −2.4
+    assert loss_of("dapo") == pytest.approx(-0.6333, abs=1e-4)
+    assert loss_of("dapo", clip_high=0.28) == pytest.approx((-0.5 + 1 - 2.56) / 3, abs=1e-4)  # the wider upper clip
+    assert loss_of("grpo", clip_high=0.28) == pytest.approx(-0.6333, abs=1e-4)  # symmetric whatever --clip-high says
+    assert loss_of("gspo") == pytest.approx(-0.6057, abs=1e-4)  # one ratio, exp(mean) = .9086
+    assert loss_of("cispo") == pytest.approx(0.5938, abs=1e-4)  # per token 1.3545, −1, 1.4269
+
+
+def test_gspo_with_a_second_completion():
+    new, old = torch.cat([NEW, NEW]), torch.cat([OLD, torch.full((3,), -2.0)])
+    samples = torch.tensor([0, 0, 0, 1, 1, 1])
+    assert loss_of("gspo", new, old, ADVANTAGES.repeat(2), samples) == pytest.approx(-0.4912, abs=1e-4)
+
+
+def test_truncated_importance_sampling():
+    weights = importance_weights(OLD, SAMPLER, high=math.inf)
+    torch.testing.assert_close(weights, torch.tensor([0.6065, 1.6487, 0.8187]), atol=1e-4, rtol=0)
+    assert loss_of("grpo", weights=weights) == pytest.approx(-0.2065, abs=1e-4)
+    assert loss_of("grpo", weights=importance_weights(OLD, SAMPLER, high=0.8)) == pytest.approx(-0.4744, abs=1e-4)
+    sequence = per_sample(OLD, ONE_SAMPLE, "sum"), per_sample(SAMPLER, ONE_SAMPLE, "sum")
+    weights = importance_weights(*sequence, high=0.8)  # exp(−.2) = .8187, capped
+    assert loss_of("gspo", weights=weights) == pytest.approx(-0.4846, abs=1e-4)
+
+
+def test_icepop_drops_what_is_out_of_bounds():
+    sampler = torch.tensor([-0.5, -3.5, -0.8])
+    weights = importance_weights(OLD, sampler, "icepop", low=0.5, high=5.0)
+    torch.testing.assert_close(weights, torch.tensor([0.6065, 0.0, 0.8187]), atol=1e-4, rtol=0)
+    assert loss_of("grpo", new=OLD, weights=weights) == pytest.approx(-0.7480, abs=1e-4)
+    raw = torch.log(torch.tensor([0.4, 0.8, 6.0]))  # verl's case
+    weights = importance_weights(raw, torch.zeros(3), "icepop", low=0.5, high=5.0)
+    torch.testing.assert_close(weights, torch.tensor([0.0, 0.8, 0.0]))
+
+
+def test_a_missing_log_prob_weighs_nothing():
+    weights = importance_weights(OLD, torch.tensor([-math.inf, math.nan, -1.0]))
+    assert weights.tolist() == [0, 0, 1]
+
+
+def test_a_log_prob_that_is_no_number_counts_as_on_policy():
+    new = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
+    loss, _ = policy_loss(new, torch.tensor([math.nan, -math.inf, -1.0]), ADVANTAGES, ONE_SAMPLE, 3, loss="grpo")
+    loss.backward()
+    torch.testing.assert_close(new.grad, -ADVANTAGES / 3)
+    assert gap_stats(new, torch.tensor([math.nan, -math.inf, -1.0]))["gap"].item() == 0
+
+
+def test_dual_clip():
+    ratios, advantages = torch.tensor([0.5, 1.0, 10.0]), torch.tensor([1.0, -1.0, -4.0])
+    assert loss_of("grpo", ratios.log(), torch.zeros(3), advantages, dual_clip=3.0) == pytest.approx(4.1667, abs=1e-4)
+    ratios, advantages = torch.tensor([2.0, 2.0, 0.5]), torch.tensor([2.0, -2.0, 2.0])  # slime: −2.4, 3, −1
+    assert loss_of("grpo", ratios.log(), torch.zeros(3), advantages, dual_clip=1.5) == pytest.approx(-0.4 / 3, abs=1e-4)
+    assert loss_of("grpo", ratios.log(), torch.zeros(3), advantages) == pytest.approx(0.6 / 3, abs=1e-4)  # 2nd is 4
+
+
+def test_kl_to_the_base_is_k3():
+    # new 0, −1, −2 against a base of −1: .3679, 0, .7183
+    new, base = torch.tensor([0.0, -1.0, -2.0]), torch.full((3,), -1.0)
+    loss, stats = policy_loss(new, new, torch.zeros(3), ONE_SAMPLE, 3, reference_logprobs=base, kl_coef=1.0)
+    assert loss.item() == pytest.approx(0.3621, abs=1e-4)
+    assert stats["reference_kl"].item() == pytest.approx(3 * 0.3621, abs=1e-3)
+
+
+def test_reinforce_is_the_gradient_on_policy():
+    # NeMo-RL's REINFORCE case: −Σ A·logp / 3 = .8333 for log-probs −.5, −1, −1.5; on policy every loss has its gradient.
+    gradients = []
+    for loss in LOSSES:
+        new = torch.tensor([-0.5, -1.0, -1.5], requires_grad=True)
+        policy_loss(new, new.detach(), ADVANTAGES, torch.arange(3), 3, loss=loss)[0].backward()
+        gradients.append(new.grad)
+    for gradient in gradients:
+        torch.testing.assert_close(gradient, -ADVANTAGES / 3)
+    assert -(ADVANTAGES * torch.tensor([-0.5, -1.0, -1.5])).mean().item() == pytest.approx(0.8333, abs=1e-4)
+
+
+def test_cispo_gradient_goes_through_the_log_prob_only():
+    ratios = torch.tensor([1.0, 1.14, 1.56, 0.4])
+    new = ratios.log().requires_grad_()
+    policy_loss(new, torch.zeros(4), torch.ones(4), torch.zeros(4, dtype=torch.long), 1, loss="cispo")[0].backward()
+    torch.testing.assert_close(new.grad, -torch.tensor([1.0, 1.14, 1.28, 0.8]))  # slime's clamped weights
+
+
+def test_one_denominator_whatever_the_split():
+    # OpenRLHF's case: rows of 2, 3 and 2 tokens; full loss −.13641.
+    logprobs = [[-0.2, -0.4], [-0.7, -0.3, -0.2], [-0.6, -0.5]]
+    log_ratios = [[0.03, -0.04], [0.02, 0.05, -0.03], [0.04, -0.02]]
+    advantages = [[1, -0.5], [0.3, -1.2, 0.5], [1.5, -0.7]]
+
+    def loss(rows):
+        new = torch.tensor([v for r in rows for v in logprobs[r]])
+        old = new - torch.tensor([v for r in rows for v in log_ratios[r]])
+        advantage = torch.tensor([v for r in rows for v in advantages[r]], dtype=torch.float32)
+        samples = torch.tensor([i for i, r in enumerate(rows) for _ in logprobs[r]])
+        return policy_loss(new, old, advantage, samples, 7, loss="grpo")[0].item()
+
+    assert loss([0, 1, 2]) == pytest.approx(-0.13641, abs=1e-5)
+    assert loss([0, 1]) + loss([2]) == pytest.approx(-0.13641, abs=1e-5)
+
+
+def test_denominators():
+    assert loss_denominator("dapo", 7, 3, 40) == 7
+    assert loss_denominator("dr_grpo", 7, 3, 40) == 120
+    assert loss_denominator("dapo", 0, 3, 40) == 1  # nothing to train: 0 / 1, not 0 / 0
+
+
+def test_gap_counts_nats_and_kl_is_k3():
+    # trainer 0, −1, −2 against sampler −1: exp(d) − 1 − d of d = 1, 0, −1 is .7183, 0, .3679, never negative
+    stats = gap_stats(torch.tensor([0.0, -1.0, -2.0]), torch.full((3,), -1.0))
+    assert stats["gap"].item() == 2
+    assert stats["gap_max"].item() == 1
+    assert stats["kl"].item() == pytest.approx(0.7183 + 0.3679, abs=1e-4)
+    assert percentile(stats["gap_histogram"], 0.99) == pytest.approx(1.0, rel=0.13)
+    assert percentile(torch.zeros(5), 0.99) == 0
+
+
+def test_schedules():
+    assert [learning_rate(1.0, s, 10, 4, "constant") for s in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
+    assert learning_rate(1.0, 0, 10, 0, "cosine") == 1
+    assert learning_rate(1.0, 5, 10, 0, "cosine") == pytest.approx(0.55)
+    assert learning_rate(1.0, 10, 10, 0, "cosine") == pytest.approx(0.1)
+
+
+# --- Problems --------------------------------------------------------------------------------------------------------
+
+
+def test_arithmetic_is_disjoint_right_and_drawn_from_the_seed():
+    train, heldout = arithmetic_problems(0)
+    assert {p.problem for p in train}.isdisjoint(p.problem for p in heldout)
+    assert not {"What is 3 + 5?", "What is 7 * 4?"} & {p.problem for p in train + heldout}
+    assert len(heldout) == len({p.problem for p in heldout}) == 64
+    for p in train + heldout:
+        a, operation, b = p.problem.removeprefix("What is ").removesuffix("?").split()
+        a, b = int(a), int(b)
+        assert int(p.answer) == {"+": a + b, "-": a - b, "*": a * b}[operation]
+        assert 0 <= int(p.answer) <= (81 if operation == "*" else 20)
+        assert p.messages[-1] == {"role": "user", "content": p.problem}
+    again, _ = arithmetic_problems(0)
+    other, _ = arithmetic_problems(1)
+    assert [p.problem for p in train] == [p.problem for p in again] != [p.problem for p in other]
+
+
+def test_every_epoch_asks_every_problem_once():
+    problems = arithmetic_problems(0, num_train=10)[0]
+    asked = [p.id for step in range(5) for p in next_problems(problems, step, num_prompts=4, seed=3)]
+    assert sorted(asked[:10]) == sorted(asked[10:]) == sorted(p.id for p in problems)
+    assert asked[:10] != asked[10:]
+    assert [p.id for p in next_problems(problems, 2, 4, 3)] == asked[8:12]  # a function of the step alone
+
+
+# --- Micro-batches ---------------------------------------------------------------------------------------------------
+
+
+def sample(prompt, completion, logprob=-0.5):
+    return Sample(prompt, completion, [logprob] * len(completion), "", "stop", 0)
+
+
+def test_pack_writes_the_prompt_once_and_trains_every_completion_token():
+    prompt = [7, 8, 9]
+    samples = [sample(prompt, [1, 2, 3]), sample(prompt, [4, 5])]
+    segments = make_segments(samples, torch.tensor([[1.0, -1.0]]), max_tokens=100)
+    batch = pack(segments)
+    assert batch.input_ids.tolist() == [[7, 8, 9, 1, 2, 4]]  # last tokens (3 and 5) are targets only
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 3]]
+    assert batch.layout[0, 0].tolist() == [[0] * 6, [0, 0, 0, 1, 1, 2], [0, 1, 2, 3, 4, 3]]
+    assert batch.sources.tolist() == [2, 3, 4, 2, 5]
+    assert batch.targets.tolist() == [1, 2, 3, 4, 5]  # end-of-sequence is the last of each, and it is there
+    assert batch.advantages.tolist() == [1, 1, 1, -1, -1]
+    assert batch.samples.tolist() == [0, 0, 0, 1, 1]
+
+
+def test_segments_drop_groups_without_spread_and_masked_samples_and_cut_long_groups():
+    samples = [sample([1] * 10, [2] * 5) for _ in range(4)] + [sample([3] * 10, [4] * 5) for _ in range(4)]
+    advantages = torch.tensor([[0.0] * 4, [1.0, 0.0, -1.0, 0.0]])
+    (segment,) = make_segments(samples, advantages, max_tokens=1000)
+    assert segment.prompt_ids == [3] * 10
+    assert [advantage for _, _, advantage in segment.completions] == [1, 0, -1, 0]  # zero inside a live group counts
+    cut = make_segments(samples, advantages, max_tokens=20)
+    assert [len(s.completions) for s in cut] == [2, 2]
+    assert all(s.num_tokens <= 20 for s in cut)
+    (masked,) = make_segments(samples, advantages, max_tokens=1000, masked=[False] * 5 + [True] + [False] * 2)
+    assert len(masked.completions) == 3
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_every_rank_gets_equally_many_rows_within_the_budget(world):
+    generator = torch.Generator().manual_seed(world)
+    lengths = torch.randint(1, 60, (23,), generator=generator).tolist()
+    segments = [Segment([0] * 5, [([1] * n, [0.0] * n, 1.0)]) for n in lengths]
+    ranks = balance(segments, world, max_tokens=70)
+    assert len({len(rows) for rows in ranks}) == 1
+    rows = [row for rank in ranks for row in rank]
+    assert sorted(s.num_tokens for row in rows for s in row) == sorted(s.num_tokens for s in segments)
+    assert all(sum(s.num_tokens for s in row) <= 70 for row in rows)
+    assert balance([], world, 70) == [[[]]] * world  # nothing to train: one stand-in row each keeps ranks in step
+
+
+# --- Attention and log-probs against the slow reference --------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["llama", "sliding window", "softcap and sinks"])
+def tiny_model(request):
+    """A random model in fp32, and the same one with transformers' own eager attention."""
+    from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, MistralConfig
+
+    size = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+        "attention_dropout": 0.0,
+    }
+    config = {
+        "llama": lambda: LlamaConfig(**size),
+        "sliding window": lambda: MistralConfig(**size, sliding_window=5),
+        "softcap and sinks": lambda: GptOssConfig(**size, num_local_experts=4, num_experts_per_tok=2, sliding_window=5),
+    }[request.param]()
+    train_grpo.register_attention()
+    torch.manual_seed(0)
+    models = []
+    for implementation in ("grouped", "eager"):
+        copied = copy.deepcopy(config)  # a model keeps its implementation in its config
+        models.append(AutoModelForCausalLM.from_config(copied, attn_implementation=implementation).float().eval())
+    models[1].load_state_dict(models[0].state_dict())
+    return models
+
+
+def test_shared_prompts_give_the_gradients_of_separate_rows(tiny_model):
+    """One packed row of three groups against one forward per sample: log-probs, entropies and all gradients."""
+    grouped, eager = tiny_model
+    generator = torch.Generator().manual_seed(1)
+
+    def ids(n):
+        return torch.randint(0, 97, (n,), generator=generator).tolist()
+
+    groups = [(ids(7), [ids(4), ids(1), ids(9)]), (ids(12), [ids(3), ids(6)]), (ids(2), [ids(5)])]
+    segments = [Segment(prompt, [(c, [0.0] * len(c), 1.0) for c in completions]) for prompt, completions in groups]
+    batch = pack(segments)
+    weights = torch.randn(len(batch.targets), generator=generator)  # one weight a token, so that no error can cancel
+
+    policy = train_grpo.Policy(SimpleNamespace(get_base_model=lambda: grouped))
+    logprobs, entropy = train_grpo.token_logprobs(policy, batch, temperature=0.7)
+    grouped.zero_grad()
+    (logprobs * weights).sum().backward()
+
+    expected, expected_entropy = [], []
+    for prompt, completions in groups:
+        for completion in completions:
+            logits = eager(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits[0].float() / 0.7
+            table = F.log_softmax(logits[len(prompt) - 1 : -1], -1)  # (tokens, V)
+            expected.append(table.gather(1, torch.tensor(completion)[:, None])[:, 0])
+            expected_entropy.append(-(table.exp() * table).sum(-1))
+    eager.zero_grad()
+    (torch.cat(expected) * weights).sum().backward()
+
+    torch.testing.assert_close(logprobs, torch.cat(expected), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy, torch.cat(expected_entropy), atol=1e-5, rtol=1e-5)
+    trained = dict(eager.named_parameters())
+    for name, parameter in grouped.named_parameters():
+        if "lm_head" in name:
+            continue  # frozen by design: TokenLogprobs makes no gradient for the head
+        if "embed" in name and grouped.config.tie_word_embeddings:
+            continue
+        torch.testing.assert_close(parameter.grad, trained[name].grad, atol=2e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "multiplier", "softcap"), [(1.0, 1.0, None), (0.6, 0.25, None), (1.3, 2.0, 5.0)]
+)
+def test_token_logprobs_is_log_softmax_with_its_gradient(temperature, multiplier, softcap):
+    torch.manual_seed(0)
+    hidden = torch.randn(50, 16, dtype=torch.float64, requires_grad=True)
+    weight, bias = torch.randn(301, 16, dtype=torch.float64), torch.randn(301, dtype=torch.float64)
+    targets, weights = torch.randint(0, 301, (50,)), torch.randn(50)
+    logprobs, _ = TokenLogprobs.apply(hidden, weight, bias, targets, temperature, multiplier, softcap)
+    (gradient,) = torch.autograd.grad((logprobs * weights).sum(), hidden)
+
+    logits = F.linear(hidden, weight, bias) * multiplier
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    expected = F.log_softmax(logits / temperature, -1).gather(1, targets[:, None])[:, 0]
+    (expected_gradient,) = torch.autograd.grad((expected * weights).sum(), hidden)
+    torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gradient, expected_gradient, atol=1e-5, rtol=1e-4)
+
+
+def test_empty_row_has_weight_zero_and_a_graph():
+    batch = pack([])
+    assert batch.weight == 0
+    assert len(batch.targets) == 1
+
+
+# --- Flags -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "sentence"),
+    [
+        (["--group-size", "1"], 1, "use 2 or more"),
+        (["--prompts", "6"], 4, "4 or 8"),
+        (["--prompts", "3"], 4, "the nearest that do: 4"),
+        (["--tp", "3"], 4, "does not divide the 4 ranks"),
+        (["--lora-rank", "1024"], 1, "above the largest that vLLM serves, 512"),
+        (["--temperature", "0"], 1, "above 0"),
+        (["--steps", "0"], 1, "at least 1"),
+    ],
+)
+def test_flags_that_cannot_work_say_what_does(words, world, sentence):
+    args = train_grpo.parse_args(["--model", "m", *words])
+    with pytest.raises(UserError, match=sentence):
+        train_grpo.check_flags(args, world)
+
+
+def test_the_gate_names_what_to_check():
+    healthy = {"step": 3, "gap": 0.01, "grad_norm": 1.0}
+    train_grpo.check_step(healthy, 0.1, 0, "samples.jsonl")
+    with pytest.raises(UserError, match="ignore the adapter"):
+        train_grpo.check_step(healthy | {"gap": 0.2}, 0.1, 0, "samples.jsonl")
+    with pytest.raises(UserError, match="last lines of samples"):
+        train_grpo.check_step(healthy | {"grad_norm": math.nan}, 0.1, 3, "samples.jsonl")
