@@ -650,59 +650,51 @@ def compare_files(path_a: Path, path_b: Path) -> str:
 # Model and adapter, before anything heavy is loaded
 
 
-def tensor_shapes(folder: Path, pattern: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of the weights in a folder's safetensors files, from the headers; packed 4-bit weights in codes."""
-    from safetensors import SafetensorError, safe_open
-
-    shapes = {}
-    for path in sorted(folder.glob(pattern)):
-        try:
-            with safe_open(path, "numpy") as file:
-                for name in file.keys():  # noqa: SIM118 (no mapping)
-                    part = file.get_slice(name)
-                    *rows, width = part.get_shape() or [1]
-                    shapes[name] = (*rows, 2 * width if part.get_dtype() == "U8" else width)
-        except SafetensorError as error:
-            raise UserError(f"{path} is not a readable safetensors file ({error}).") from error
-    if not shapes:
-        raise UserError(f"{folder} has no weights ({pattern}).")
-    return shapes
-
-
-def read_config(path: Path, what: str) -> dict[str, Any]:
-    if not path.is_file():
-        raise UserError(f"{path.parent} is no {what}: it has no {path.name}.")
-    return json.loads(path.read_text())
+def check_model(model: Path) -> int:
+    """The context of a model folder in tokens; UserError when it is none."""
+    if not (model / "config.json").is_file():
+        raise UserError(f"--model {model} is no model folder: it has no config.json.")
+    if not list(model.glob("*.safetensors")):
+        raise UserError(f"--model {model} has no weights (*.safetensors).")
+    config = json.loads((model / "config.json").read_text())
+    return config.get("text_config", config).get("max_position_embeddings", 2**20)
 
 
 def check_adapter(adapter: Path, model: Path) -> int:
     """The rank of a PEFT folder that belongs on this model; UserError in one sentence when it does not.
 
-    Modules are looked up in the checkpoint from "layers.N." on, since wrappers change what stands before it. Those of
-    experts are left to vLLM: checkpoints and modules name them differently.
+    Shapes come from the headers of the adapter and from the model's modules on the meta device: no weights are read.
+    Experts are left to vLLM, which names them one by one where transformers fuses them.
     """
-    config, lora = (
-        read_config(adapter / "adapter_config.json", "PEFT folder"),
-        tensor_shapes(adapter, "adapter_model.safetensors"),
-    )
+    from safetensors import SafetensorError, safe_open
+
+    weights = adapter / "adapter_model.safetensors"
+    for path in (adapter / "adapter_config.json", weights):
+        if not path.is_file():
+            raise UserError(f"--adapter {adapter} is no PEFT folder: it has no {path.name}.")
+    config = json.loads((adapter / "adapter_config.json").read_text())
     base_name, rank = config.get("base_model_name_or_path"), config["r"]
     if base_name and Path(base_name).name != model.resolve().name:
         raise UserError(
             f"--adapter {adapter} was trained on {base_name}, not on {model} (if that is the same model under another "
             "name, correct base_model_name_or_path in its adapter_config.json)."
         )
-    base = {
-        re.sub(r"^.*?(?=layers\.)", "", name).rpartition(".")[0]: shape  # "layers.0.self_attn.q_proj": (N, K)
-        for name, shape in tensor_shapes(model, "*.safetensors").items()
-        if name.endswith((".weight", ".weight_packed"))
-    }
-    for name, shape in lora.items():
-        module = re.sub(r"^base_model\.model\.(.*?(?=layers\.))?", "", name).partition(".lora_")[0]
-        if "expert" in module:
+    try:
+        with safe_open(weights, "numpy") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise UserError(f"{weights} is not a readable safetensors file ({error}).") from error
+
+    import model_nvfp4
+
+    modules = dict(model_nvfp4.empty_model(model_nvfp4.read_config(model)).named_modules())
+    for name, shape in shapes.items():
+        target = name.removeprefix("base_model.model.").partition(".lora_")[0]
+        if ".experts" in target:
             continue
-        if module not in base:
-            raise UserError(f"--adapter {adapter} targets {module}, which {model} does not have.")
-        n, k = base[module]
+        if getattr(getattr(modules.get(target), "weight", None), "ndim", 0) != 2:
+            raise UserError(f"--adapter {adapter} targets {target}, which is no linear layer of {model}.")
+        n, k = modules[target].weight.shape
         expected = (rank, k) if ".lora_A." in name else (n, rank)
         if shape != expected:
             raise UserError(
@@ -764,8 +756,7 @@ def run(args: argparse.Namespace) -> None:
     for flag in ("k", "tp"):
         if getattr(args, flag) < 1:
             raise UserError(f"--{flag} {getattr(args, flag)} must be at least 1.")
-    config = read_config(args.model / "config.json", "model folder")
-    tensor_shapes(args.model, "*.safetensors")
+    context = check_model(args.model)
     lora_rank = check_adapter(args.adapter, args.model) if args.adapter else 0
     problems = read_problems(
         args.benchmark, prompt_key=args.prompt_key, answer_key=args.answer_key, split=args.split, data_dir=args.data_dir
@@ -785,7 +776,6 @@ def run(args: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     conversations = [conversation(problem, args.prompt_template) for problem in problems]
     longest = max(map(len, rollout.encode_prompts(tokenizer, conversations, args.chat_template_kwargs)))
-    context = config.get("text_config", config).get("max_position_embeddings", 2**20)
     max_tokens = args.max_tokens or min(32768, context - longest)
     if max_tokens < 1 or longest + max_tokens > context:
         raise UserError(
