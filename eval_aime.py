@@ -551,7 +551,7 @@ def plot_report(report: dict[str, Any], png: str | Path) -> None:
     axes.set(ylim=(0, 100), xlim=(-0.6, len(names) - 0.4), ylabel="samples right, %")
     title = [report["settings"].get(key) for key in ("benchmark", "model", "adapter")]
     axes.set_title(" · ".join(str(part) for part in title if part), fontsize=8)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(png, dpi=120)
     plt.close(figure)
 
