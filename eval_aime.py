@@ -451,19 +451,18 @@ def digest_of(data: bytes) -> str:
 
 
 def resume(samples_path: Path, settings: dict[str, Any]) -> tuple[list[dict[str, Any]], str | None]:
-    """(records already drawn, why they cannot be used or None); puts the settings beside the samples of a new run.
+    """(records already drawn, why they cannot be used or None); puts the settings beside the samples.
 
     `k` may differ: seeds do not depend on it, so a run with a larger k goes on from a smaller one.
     """
     settings_path = samples_path.with_suffix(".settings.json")
     samples_path.parent.mkdir(parents=True, exist_ok=True)
-    if not settings_path.exists():
-        replace_text(settings_path, json.dumps(settings, indent=1))
-    before = json.loads(settings_path.read_text())
+    before = json.loads(settings_path.read_text()) if settings_path.exists() else settings
     differ = [key for key in settings.keys() | before.keys() if key != "k" and settings.get(key) != before.get(key)]
     if differ:
         changes = "; ".join(f"{key}: {before.get(key)!r}, now {settings.get(key)!r}" for key in sorted(differ))
         return [], f"{samples_path.parent} holds samples drawn with other settings ({changes}); choose another --out."
+    replace_text(settings_path, json.dumps(settings, indent=1))
     return [{key: record[key] for key in record if key != "text"} for record in merge_parts(samples_path)], None
 
 
@@ -483,10 +482,10 @@ def merge_parts(samples_path: Path) -> list[dict[str, Any]]:
 
 
 def read_samples(path: str | Path) -> list[dict[str, Any]]:
-    """Records of a samples file. A last line without its newline was cut off by a kill and is dropped."""
+    """Records of a samples file. A last line without its newline was cut off by a kill, even inside a letter: dropped."""
     if not Path(path).is_file():
         raise UserError(f"There is no file {path}.")
-    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").split("\n")[:-1]]
+    return [json.loads(line) for line in Path(path).read_bytes().split(b"\n")[:-1]]
 
 
 def replace_text(path: Path, text: str) -> None:

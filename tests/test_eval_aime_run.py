@@ -50,7 +50,7 @@ def replay(monkeypatch, answer, stop_after=None, finish_reason="stop"):
                 raise KeyboardInterrupt
             i, j = by_seed[seed]
             assert bytes(prompt).decode() == TEMPLATE.format(problem=PROBLEMS[i].problem)
-            text, drawn_tokens = f"So \\boxed{{{answer(i, j)}}}", [1] * (5 + j)
+            text, drawn_tokens = f"So α = \\boxed{{{answer(i, j)}}}", [1] * (5 + j)
             drawn.append(seed)
             on_sample(index, rollout.Sample(prompt, drawn_tokens, [0.0] * len(drawn_tokens), text, finish_reason, seed))
 
@@ -119,7 +119,9 @@ def test_an_interrupted_run_goes_on(monkeypatch, tmp_path):
     lines = part.read_text().splitlines(keepends=True)
     assert len(lines) == 100
     part.write_text("".join(lines[:60]))
-    (tmp_path / "samples.jsonl.rank5").write_text("".join(lines[55:99]) + lines[99][:40])  # 5 twice, the last one torn
+    torn = lines[99].encode()  # cut inside the two bytes of α
+    torn = torn[: torn.index("α".encode()) + 1]
+    (tmp_path / "samples.jsonl.rank5").write_bytes("".join(lines[55:99]).encode() + torn)  # 5 samples twice
     drawn = replay(monkeypatch, answer)
     assert run(path) == whole
     assert len(drawn) == 240 - 99
@@ -138,6 +140,7 @@ def test_more_samples_go_on_from_fewer(monkeypatch, tmp_path):
     report = run(tmp_path / "samples.jsonl", k=8)
     assert len(drawn) == 180
     assert report == run(k=8)
+    assert json.loads((tmp_path / "samples.settings.json").read_text())["k"] == 8
 
 
 def test_samples_of_other_settings_are_refused(monkeypatch, tmp_path):
@@ -165,7 +168,7 @@ def generate(engine, prompts, seeds, *, on_sample, **kwargs):  # what rollout.ge
         if int(sys.argv[2]) and index == int(sys.argv[2]):
             os._exit(9)
         i, j = divmod(missing[index], 8)
-        text = f"So \\\\boxed{{{(100 + i) * (seeds[index] % 2)}}}"
+        text = f"So α = \\\\boxed{{{(100 + i) * (seeds[index] % 2)}}}"
         on_sample(index, rollout.Sample(prompts[index], [1] * (5 + j), [0.0], text, "stop", seeds[index]))
 rollout.generate = generate
 try:
