@@ -67,6 +67,11 @@ class UserError(ValueError):
     """A mistake in the user's files or flags, told in one sentence that names the place and the way out."""
 
 
+def require(sound, sentence: str) -> None:
+    if not sound:
+        raise UserError(sentence)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The format: decode and encode
 
@@ -230,10 +235,10 @@ class FrozenMatmul(torch.autograd.Function):
         return grad @ ctx.decoder(*packed, dtype=grad.dtype), *[None] * (2 + len(packed))  # (…, N) @ (N, K) -> (…, K)
 
 
-class PackedLinear(nn.Linear):
+class NVFP4Linear(nn.Linear):
     """A linear layer over packed weights. A subclass of nn.Linear, so that peft's own dispatcher accepts it."""
 
-    def __init__(self, linear: nn.Linear, fp8_columns: int | None):
+    def __init__(self, linear: nn.Linear, fp8_columns: int | None = None):
         nn.Module.__init__(self)  # not nn.Linear's, which allocates the dense weight
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
         self.weight = linear.weight
@@ -244,17 +249,13 @@ class PackedLinear(nn.Linear):
         return FrozenMatmul.apply(x, self.bias, decoder, *packed)
 
 
-class NVFP4Linear(PackedLinear):
-    pass
-
-
-class FP8Linear(PackedLinear):
-    pass
+class FP8Linear(NVFP4Linear):
+    """The same over FP8 codes, a name of its own for those who print the model."""
 
 
 def dense_weight(linear: nn.Module, dtype: torch.dtype) -> torch.Tensor:
     """(N, K) of any linear layer in `dtype`, for a caller that multiplies by itself (a chunked lm_head)."""
-    if isinstance(linear, PackedLinear):
+    if isinstance(linear, NVFP4Linear):
         decoder, packed = packed_parts(linear, "weight")
         return decoder(*packed, dtype=dtype)
     return linear.weight.to(dtype)
@@ -379,22 +380,24 @@ class Weight:
         return (*self.data.shape[:-1], self.data.shape[-1] * 2) if self.format == "nvfp4" else self.data.shape
 
     @property
-    def divides(self) -> bool:
-        return self.data.key.endswith(".weight_packed")  # compressed-tensors
+    def stored(self) -> list[Stored]:
+        return [part for part in (self.data, self.scale, self.global_scale) if part is not None]
+
+    @property
+    def bytes(self) -> int:
+        return sum(math.prod(part.shape) * part.dtype.itemsize for part in self.stored)
 
     def read_global_scale(self) -> float:
-        """The fp32 multiplier, whichever way the dialect writes it."""
-        value = self.global_scale.read().float().reshape(1)
-        return float(1 / value if self.divides else value)
+        """The fp32 multiplier; compressed-tensors stores its reciprocal."""
+        value = self.global_scale.read().reshape(1)
+        return float(1 / value if self.data.key.endswith(".weight_packed") else value)
 
     def read_scale(self, ids: torch.Tensor) -> torch.Tensor:
         """Scale bytes of rows `ids`: (len(ids), K/16) e4m3, or for FP8 (len(ids), 4·C) of fp32."""
         if self.format == "nvfp4":
             scale = read_segment(self.scale, ids).view(torch.uint8)  # (rows, K/16)
-            if bool(((scale & 127) == 127).any()):
-                raise UserError(
-                    f"{self.scale} holds NaN block scales; the checkpoint is damaged, copy or make it again"
-                )
+            sound = not bool(((scale & 127) == 127).any())
+            require(sound, f"{self.scale} holds NaN block scales; the checkpoint is damaged, copy or make it again")
             return scale
         scale = self.scale.read().float()
         scale = scale.reshape(scale.shape if scale.dim() == 2 else (-1, 1))  # (1, N or N/128; 1 or K/128)
@@ -415,49 +418,36 @@ def read_segment(stored: Stored, ids: torch.Tensor) -> torch.Tensor:
 
 def read_headers(folder: Path) -> dict[str, Stored]:
     """Every tensor of the folder's safetensors files by name; no weight byte is read."""
-    if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder; give a checkpoint folder with config.json and *.safetensors files")
+    require(
+        folder.is_dir(), f"{folder} is not a folder; give a checkpoint folder with config.json and *.safetensors files"
+    )
     files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise UserError(f"{folder} holds no *.safetensors weights")
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        wanted = {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
-        if missing := sorted(wanted - set(files)):
-            raise UserError(f"{missing[0]} is missing though {index.name} lists it; copy the checkpoint again")
-        files = sorted(wanted)
+    require(files, f"{folder} holds no *.safetensors weights")
+    if index := read_json(folder, "model.safetensors.index.json"):
+        wanted = sorted({folder / name for name in index["weight_map"].values()})
+        missing = [file for file in wanted if file not in files]
+        require(not missing, f"{(missing or ['?'])[0]} is missing though the index lists it; copy the checkpoint again")
+        files = wanted
     stored = {}
     for file in files:
         size = file.stat().st_size
         with open(file, "rb") as f:
             length = int.from_bytes(f.read(8), "little")
             header = f.read(length) if 8 + length <= size else b""
-        if not header.startswith(b"{"):
-            raise UserError(f"{file} is truncated or no safetensors file; copy it again")
+        require(header.startswith(b"{"), f"{file} is truncated or no safetensors file; copy it again")
         tensors = {key: t for key, t in json.loads(header).items() if key != "__metadata__"}
-        if 8 + length + max((t["data_offsets"][1] for t in tensors.values()), default=0) != size:
-            raise UserError(
-                f"{file} is truncated: its header promises another size than its {size} bytes; copy it again"
-            )
+        end = 8 + length + max((t["data_offsets"][1] for t in tensors.values()), default=0)
+        require(end == size, f"{file} is truncated: its header promises {end} bytes, it has {size}; copy it again")
         for key, t in tensors.items():
-            if t["dtype"] not in DTYPES:
-                raise UserError(f"{file}: tensor {key} has data type {t['dtype']}, which this loader does not know")
+            require(t["dtype"] in DTYPES, f"{file}: tensor {key} has data type {t['dtype']}, which is not known here")
             stored[key] = Stored(file, key, DTYPES[t["dtype"]], tuple(t["shape"]), 8 + length + t["data_offsets"][0])
     return stored
 
 
-# Side tensors that belong to a weight or to vLLM's activation and KV-cache quantization.
-SIDE = ("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale")
-UNUSED = ("input_scale", "input_global_scale", "k_scale", "v_scale", "q_scale", "activation_scale")
-REFUSED = (
-    "pre_quant_scale",
-    "svdquant_lora_a",
-    "svdquant_lora_b",
-    "weight_zero_point",
-    "weight_shape",
-    "g_idx",
-    "qzeros",
-)
+# Tensors beside a weight: its scales, what only vLLM uses (activations, KV cache), and what is not NVFP4.
+SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale")
+ENGINE = ("input_scale", "input_global_scale", "k_scale", "v_scale", "q_scale", "activation_scale")
+REFUSED = ("pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b", "weight_zero_point", "weight_shape", "qzeros")
 
 
 def read_checkpoint(folder: str | Path) -> dict[str, Weight]:
@@ -466,63 +456,49 @@ def read_checkpoint(folder: str | Path) -> dict[str, Weight]:
     weights, used = {}, set()
     for key, data in stored.items():
         base, _, leaf = key.rpartition(".")
-        side = {name: stored.get(f"{base}.{name}") for name in SIDE}
-        if leaf in REFUSED:
-            raise UserError(
-                f"{data}: this format (AWQ, SVDQuant or integers) is not NVFP4; use a plain NVFP4 checkpoint"
-            )
-        if leaf in SIDE or leaf in UNUSED:
+        require(leaf not in REFUSED, f"{data}: AWQ, SVDQuant and integer formats are not NVFP4; use a plain checkpoint")
+        if leaf in SCALES + ENGINE:
             continue
         if leaf == "weight_packed" or (leaf == "weight" and data.dtype == torch.uint8):
-            global_name = "weight_global_scale" if leaf == "weight_packed" else "weight_scale_2"
-            if side["weight_scale"] is not None and side["weight_scale"].dtype != torch.float8_e4m3fn:
-                raise UserError(
-                    f"{data} is packed with {side['weight_scale'].dtype} scales; NVFP4 has float8_e4m3fn ones"
+            names = "weight_scale", "weight_global_scale" if leaf == "weight_packed" else "weight_scale_2"
+            if f"{base}.weight_scale" in stored:
+                dtype = stored[f"{base}.weight_scale"].dtype
+                require(dtype == torch.float8_e4m3fn, f"{data} is packed with {dtype} scales; NVFP4 has float8_e4m3fn")
+            for name in names:
+                require(
+                    f"{base}.{name}" in stored, f"{data} has no {base}.{name} beside it; the checkpoint is incomplete"
                 )
-            for name in ("weight_scale", global_name):
-                if side[name] is None:
-                    raise UserError(f"{data} has no {base}.{name} beside it; the checkpoint is incomplete")
-            weight = Weight(f"{base}.weight", "nvfp4", data, side["weight_scale"], side[global_name])
+            weight = Weight(f"{base}.weight", "nvfp4", data, *(stored[f"{base}.{name}"] for name in names))
             check_nvfp4(weight)
         elif leaf == "weight" and data.dtype == torch.float8_e4m3fn:
-            scale = side["weight_scale"] or side["weight_scale_inv"]
-            if scale is None:
-                raise UserError(f"{data} is FP8 and has no {base}.weight_scale beside it; the checkpoint is incomplete")
+            scale = stored.get(f"{base}.weight_scale") or stored.get(f"{base}.weight_scale_inv")
+            require(scale, f"{data} is FP8 and has no {base}.weight_scale beside it; the checkpoint is incomplete")
             weight = Weight(key, "fp8", data, scale)
-            check_fp8(weight)
+            blocks = (math.ceil(data.rows / FP8_BLOCK), math.ceil(data.shape[-1] / FP8_BLOCK))
+            known = scale.shape in ((), (1,), (1, 1), (data.rows,), (data.rows, 1), blocks)
+            require(known, f"{scale} has shape {list(scale.shape)}; FP8 scales are one, {data.rows} or {list(blocks)}")
         else:
             weight = Weight(key, "plain", data)
         weights[weight.name] = weight
-        used |= {part.key for part in (weight.data, weight.scale, weight.global_scale) if part is not None}
-    stray = [key for key in stored if key not in used and key.rpartition(".")[2] in SIDE]
-    if stray:
-        raise UserError(f"{stored[stray[0]]} scales no weight; {len(stray)} such tensors, the checkpoint is incomplete")
+        used |= {part.key for part in weight.stored}
+    stray = [str(stored[key]) for key in stored if key not in used and key.rpartition(".")[2] in SCALES]
+    require(
+        not stray, f"{''.join(stray[:1])} scales no weight ({len(stray)} such tensors); the checkpoint is incomplete"
+    )
     return weights
 
 
 def check_nvfp4(weight: Weight) -> None:
-    data, scale = weight.data, weight.scale
-    if data.dtype != torch.uint8 or len(data.shape) != 2:
-        raise UserError(f"{data} must be uint8 of two axes, not {data.dtype} {list(data.shape)}")
+    data, scale, global_scale = weight.stored
+    sound = data.dtype == torch.uint8 and len(data.shape) == 2
+    require(sound, f"{data} must be uint8 of two axes, not {data.dtype} {list(data.shape)}")
     n, k = weight.shape
-    if k % BLOCK:
-        raise UserError(f"{data} has K = {k}, which is no multiple of {BLOCK}, the block of NVFP4")
-    if scale.shape != (n, k // BLOCK):
-        width = scale.shape[-1] if len(scale.shape) == 2 and scale.shape[0] == n and scale.shape[-1] else 0
-        block = f" (blocks of {k // width}: NVFP4 has {BLOCK})" if width else ""
-        raise UserError(f"{scale} has shape {list(scale.shape)}, not {[n, k // BLOCK]}{block}")
-    if weight.global_scale.dtype != torch.float32 or math.prod(weight.global_scale.shape) != 1:
-        raise UserError(f"{weight.global_scale} must be one float32, not {weight.global_scale.dtype} "
-                        f"{list(weight.global_scale.shape)}")  # fmt: skip
-
-
-def check_fp8(weight: Weight) -> None:
-    n, k = weight.data.rows, weight.shape[-1]
-    blocks = (math.ceil(n / FP8_BLOCK), math.ceil(k / FP8_BLOCK))
-    if weight.scale.shape not in ((), (1,), (1, 1), (n,), (n, 1), blocks):
-        raise UserError(
-            f"{weight.scale} has shape {list(weight.scale.shape)}; FP8 scales are one, {n} or {list(blocks)}"
-        )
+    require(k % BLOCK == 0, f"{data} has K = {k}, which is no multiple of {BLOCK}, the block of NVFP4")
+    width = scale.shape[1] if len(scale.shape) == 2 and scale.shape[0] == n else 0
+    block = f" (blocks of {k // width}: NVFP4 has {BLOCK})" if width else ""
+    require(width == k // BLOCK, f"{scale} has shape {list(scale.shape)}, not {[n, k // BLOCK]}{block}")
+    sound = global_scale.dtype == torch.float32 and math.prod(global_scale.shape) == 1
+    require(sound, f"{global_scale} must be one float32, not {global_scale.dtype} {list(global_scale.shape)}")
 
 
 def read_json(folder: Path, name: str) -> dict:
@@ -530,81 +506,73 @@ def read_json(folder: Path, name: str) -> dict:
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
-def quantization_config(folder: Path) -> dict:
-    """The quantization section, whichever file and spelling holds it; {} where there is none."""
-    config = read_json(folder, "config.json")
-    text = config.get("text_config") or {}
-    found = config.get("quantization_config") or text.get("quantization_config")
-    return found or read_json(folder, "hf_quant_config.json").get("quantization") or {}
-
-
 def is_ignored(module: str, patterns: list[str]) -> bool:
     """compressed-tensors: names and `re:` expressions from the start of the name; ModelOpt: names and wildcards."""
-    return any(
-        re.match(p.removeprefix("re:"), module) if p.startswith("re:") else fnmatch.fnmatchcase(module, p)
-        for p in patterns
-    )
+    names = [p for p in patterns if not p.startswith("re:")]
+    expressions = [p.removeprefix("re:") for p in patterns if p.startswith("re:")]
+    return any(fnmatch.fnmatchcase(module, p) for p in names) or any(re.match(p, module) for p in expressions)
 
 
 def check_checkpoint(model_dir: str | Path) -> dict:
     """A summary of a sound NVFP4 checkpoint, or UserError. Reads headers, JSON and one-number tensors, no weights."""
     folder = Path(model_dir)
-    weights = read_checkpoint(folder)
-    config, quant = read_json(folder, "config.json"), quantization_config(folder)
-    if not config:
-        raise UserError(f"{folder} has no config.json; the folder must hold a Hugging Face checkpoint")
-    packed = [w for w in weights.values() if w.format == "nvfp4"]
+    weights, config = read_checkpoint(folder), read_json(folder, "config.json")
+    require(config, f"{folder} has no config.json; the folder must hold a Hugging Face checkpoint")
+    quant = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    quant = quant or read_json(folder, "hf_quant_config.json").get("quantization") or {}
     method = quant.get("quant_method") or ("modelopt" if "quant_algo" in quant else "none")
-    if method not in ("compressed-tensors", "modelopt", "none"):
-        raise UserError(f"{folder}/config.json has quant_method {method}; NVFP4 is compressed-tensors or modelopt")
-    if not packed:
-        raise UserError(
-            f"{folder} is not an NVFP4 checkpoint; make one with: python model_nvfp4.py quantize {folder} OUT --a16"
-        )
-    if method == "none":
-        raise UserError(f"{folder}/config.json has no quantization_config though the weights are packed; vLLM needs it")
-    groups = list((quant.get("config_groups") or {}).values())
-    fours = [g for g in groups if (g.get("weights") or {}).get("num_bits") == 4]
-    for size in [g["weights"].get("group_size", BLOCK) for g in fours] + [quant.get("group_size") or BLOCK]:
-        if size != BLOCK:
-            raise UserError(f"{folder}/config.json has group_size {size}; NVFP4 has blocks of {BLOCK}")
+    sound = method in ("compressed-tensors", "modelopt", "none")
+    require(sound, f"{folder}/config.json has quant_method {method}; NVFP4 is compressed-tensors or modelopt")
+    packed = [w for w in weights.values() if w.format == "nvfp4"]
+    command = f"python model_nvfp4.py quantize {folder} OUT --a16"
+    require(packed, f"{folder} is not an NVFP4 checkpoint; make one with: {command}")
+    require(
+        method != "none", f"{folder}/config.json has no quantization_config, which vLLM needs to read packed weights"
+    )
+    groups = (quant.get("config_groups") or {}).values()
+    groups = [group for group in groups if (group.get("weights") or {}).get("num_bits") == 4]
+    for size in [group["weights"].get("group_size") for group in groups] + [quant.get("group_size")]:
+        require(size in (BLOCK, None), f"{folder}/config.json has group_size {size}; NVFP4 has blocks of {BLOCK}")
     ignore = quant.get("ignore") or quant.get("exclude_modules") or []
     for weight in packed:
-        if is_ignored(weight.name.removesuffix(".weight"), ignore):
-            raise UserError(
-                f"{weight.data} is packed although the config's ignore list names it; vLLM would read it as dense"
-            )
-    weight_only = "A16" in quant.get("quant_algo", "") or (
-        bool(fours) and not any(g.get("input_activations") for g in fours)
-    )
+        ignored = is_ignored(weight.name.removesuffix(".weight"), ignore)
+        require(
+            not ignored, f"{weight.data} is packed, but the config's ignore list names it: vLLM would read it as dense"
+        )
     check_global_scales(packed)
+    algorithms = [quant.get("quant_algo") or "", *(v["quant_algo"] for v in quant.get("quantized_layers", {}).values())]
+    weight_only = any("A16" in name for name in algorithms)
+    weight_only = weight_only or (bool(groups) and not any(group.get("input_activations") for group in groups))
     return {
         "architecture": (config.get("architectures") or ["?"])[0],
         "dialect": method,
         "activations": "bf16 (W4A16)" if weight_only else "4 bit (W4A4)",
         "parameters": sum(math.prod(w.shape) for w in weights.values()),
-        "weight_bytes": sum(math.prod(t.shape) * t.dtype.itemsize for w in weights.values()
-                            for t in (w.data, w.scale, w.global_scale) if t is not None),
+        "weight_bytes": sum(w.bytes for w in weights.values()),
         "formats": {f: sum(w.format == f for w in weights.values()) for f in ("nvfp4", "fp8", "plain")},
-    }  # fmt: skip
+    }
+
+
+def fused_families(modules) -> list[list[str]]:
+    """Those of the modules (by name) that vLLM multiplies as one matrix."""
+    parents = sorted({name.rpartition(".")[0] for name in modules})
+    families = [[f"{parent}.{leaf}" for leaf in family] for parent in parents for family in FUSED]
+    return [[name for name in family if name in modules] for family in families]
 
 
 def check_global_scales(packed: list[Weight]) -> None:
     """Every global scale is a positive number, and layers that vLLM fuses have the same one."""
-    by_module = {weight.name.removesuffix(".weight"): weight for weight in packed}
-    values = {module: weight.read_global_scale() for module, weight in by_module.items()}
-    for module, value in values.items():
-        if not 0 < value < math.inf:
-            raise UserError(f"{by_module[module].global_scale} is no positive finite number; the checkpoint is damaged")
-    for module in by_module:
-        parent, _, leaf = module.rpartition(".")
-        family = next((f for f in FUSED if f[0] == leaf), ())
-        members = [name for name in (f"{parent}.{leaf}" for leaf in family) if name in values]
-        if len({values[name] for name in members}) > 1:
-            raise UserError(
-                f"{by_module[module].data.file}: {', '.join(members)} have different global scales; vLLM fuses them "
-                "and would keep one, damaging the others; quantize again so that they share it"
-            )
+    values = {}
+    for weight in packed:
+        value = values[weight.name.removesuffix(".weight")] = weight.read_global_scale()
+        require(0 < value < math.inf, f"{weight.global_scale} is no positive finite number; the checkpoint is damaged")
+    folder = packed[0].data.file.parent
+    for members in fused_families(values):
+        require(
+            len({values[name] for name in members}) <= 1,
+            f"{folder}: {', '.join(members)} have different global scales, and vLLM, which fuses them, would keep one and "
+            f"damage the others; rewrite them with: python model_nvfp4.py quantize {folder} OUT",
+        )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -649,8 +617,8 @@ def empty_model(config, dtype=torch.bfloat16, attn_implementation=None):
     from transformers.initialization import no_init_weights
 
     name = (config.architectures or [""])[0]
-    if config.architectures and not hasattr(transformers, name):
-        raise UserError(f"transformers {transformers.__version__} has no class {name}; install a newer transformers")
+    known = not name or hasattr(transformers, name)
+    require(known, f"transformers {transformers.__version__} has no class {name}; install a newer transformers")
     build = getattr(transformers, name)._from_config if name else transformers.AutoModelForCausalLM.from_config
     kwargs = {"attn_implementation": attn_implementation} if attn_implementation else {}
     with init_empty_weights(include_buffers=False), no_init_weights():
@@ -705,12 +673,10 @@ def place_weights(model, weights: dict[str, Weight]) -> tuple[dict[str, Rows], l
             shape = state[target].shape
             if rows.shape == ((*shape[:-1], 1) if len(shape) > 1 else shape) and origin[0].shape[-1:] == shape[-1:]:
                 placed[target] = Rows(origin, rows.flatten())
-            elif any(weight.format != "plain" for weight in origin):
-                raise UserError(
-                    f"{origin[0].data}: {target} {list(shape)} cannot be made from packed {list(origin[0].shape)}"
-                )
-            else:
-                placed[target] = Rows(origin, None, partial(whole, first, target))
+                continue
+            sound = all(weight.format == "plain" for weight in origin)
+            require(sound, f"{origin[0].data}: packed {list(origin[0].shape)} cannot become {target} {list(shape)}")
+            placed[target] = Rows(origin, None, partial(whole, first, target))
     return placed, unused
 
 
@@ -721,9 +687,8 @@ def account(model, placed: dict[str, Rows], unused: list[str], folder) -> None:
     known = [*(model._keys_to_ignore_on_load_unexpected or []), r"rotary_emb\.inv_freq$", r"^mtp", *tied]
     stray = [name for name in unused if not any(re.search(pattern, name) for pattern in known)]
     for problem, names in (("lacks", missing), ("has unknown", stray)):
-        if names:
-            shown = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
-            raise UserError(f"{folder} {problem} {len(names)} tensors of a {type(model).__name__}: {shown}")
+        shown = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
+        require(not names, f"{folder} {problem} {len(names)} tensors of a {type(model).__name__}: {shown}")
 
 
 def tied_names(model) -> list[list[str]]:
@@ -738,10 +703,8 @@ def swap_packed_modules(model, placed: dict[str, Rows]) -> None:
     """Replaces what the checkpoint packs: linears by NVFP4Linear and FP8Linear, stacked experts in place."""
     for target, rows in placed.items():
         formats, columns = {w.format for w in rows.weights}, {w.fp8_columns for w in rows.weights}
-        if len(formats) > 1 or len(columns) > 1:
-            raise UserError(
-                f"{rows.weights[0].data}: {target} mixes {', '.join(sorted(formats))} parts, which cannot be fused"
-            )
+        data, sound = rows.weights[0].data, len(formats) == len(columns) == 1
+        require(sound, f"{data}: {target} mixes parts in {', '.join(sorted(formats))}, which cannot be one parameter")
         if formats == {"plain"}:
             continue
         path, _, leaf = target.rpartition(".")
@@ -749,20 +712,18 @@ def swap_packed_modules(model, placed: dict[str, Rows]) -> None:
         if isinstance(module, nn.Linear):
             kind = NVFP4Linear if formats == {"nvfp4"} else FP8Linear
             model.set_submodule(path, kind(module, *columns))
-        elif getattr(module, "is_transposed", None) is False:
+        else:
+            sound = getattr(module, "is_transposed", None) is False
+            require(sound, f"{data} is packed, but {target} belongs to a {type(module).__name__}")
             pack_parameter(module, leaf, *columns)
             use_packed_experts(module)
-        else:
-            raise UserError(f"{rows.weights[0].data} is packed, but {target} belongs to a {type(module).__name__}")
 
 
 def use_packed_experts(module) -> None:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register("nvfp4", experts_forward)
-    module.config = deepcopy(
-        module.config
-    )  # its own, so that experts without packed weights keep transformers' forward
+    module.config = deepcopy(module.config)  # its own: experts without packed weights keep transformers' forward
     module.config._experts_implementation = "nvfp4"
 
 
@@ -798,9 +759,11 @@ def decoder_linears(model) -> dict[str, nn.Linear]:
     return {n: m for n, m in modules.items() if isinstance(m, nn.Linear) and id(m) in decoder and not is_router(n)}
 
 
-def expert_modules(model) -> dict[str, nn.Module]:
-    """Modules with stacked experts (E, N, K) by name."""
-    return {n: m for n, m in model.named_modules() if getattr(m, "is_transposed", None) is False}
+def expert_parameters(model) -> dict[str, tuple[nn.Module, str]]:
+    """{name: (module, leaf)} of the stacked expert weights (E, N, K), packed or not."""
+    modules = {n: m for n, m in model.named_modules() if getattr(m, "is_transposed", None) is False}
+    leaves = ("gate_up_proj", "up_proj", "down_proj")
+    return {f"{n}.{leaf}": (m, leaf) for n, m in modules.items() for leaf in leaves if hasattr(m, leaf)}
 
 
 def build_model(
@@ -827,14 +790,13 @@ def build_model(
     account(model, placed, unused, folder)
     swap_packed_modules(model, placed)
     keep_fp32(model)
-    model.checkpoint_rows = placed  # for load_weights
+    model.checkpoint_dir, model.checkpoint_rows = folder, placed  # for load_weights
 
     leaf = lambda name: name.rpartition(".")[2]  # noqa: E731
     linears = [name for name in decoder_linears(model) if leaf(name) != "kv_b_proj"]
     wanted = {leaf(name) for name in linears} if lora_targets == "all-linear" else set(lora_targets.split(","))
-    if unknown := wanted - {leaf(name) for name in linears}:
-        names = ", ".join(sorted({leaf(name) for name in linears}))
-        raise UserError(f"--lora-targets {', '.join(sorted(unknown))}: this model has {names}")
+    unknown, known = wanted - {leaf(name) for name in linears}, ", ".join(sorted({leaf(name) for name in linears}))
+    require(not unknown, f"--lora-targets {', '.join(sorted(unknown))}: this model has {known}")
     trained = {name for name in linears if leaf(name) in wanted}
     others = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name not in trained]
     config = LoraConfig(
@@ -849,15 +811,14 @@ def build_model(
     model_type, model.config.model_type = model.config.model_type, "any"
     peft_model = get_peft_model(model, config, low_cpu_mem_usage=True)
     model.config.model_type = model_type
-    for module in expert_modules(model).values() if lora_experts else ():
-        module.lora_scaling = lora_alpha / lora_rank
+    for module, name in expert_parameters(model).values() if lora_experts else ():
         use_packed_experts(module)
-        for name in [name for name in ("gate_up_proj", "up_proj", "down_proj") if hasattr(module, name)]:
-            experts, n, k = getattr(module, name).shape
-            k = k * 2 if hasattr(module, f"{name}_global") else k
-            for part, shape in (("A", (experts, lora_rank, k)), ("B", (experts, n, lora_rank))):
-                parameter = nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta"))
-                module.register_parameter(f"{name}_lora_{part}", parameter)
+        module.lora_scaling = lora_alpha / lora_rank
+        experts, n, k = getattr(module, name).shape
+        k = k * 2 if hasattr(module, f"{name}_global") else k
+        for part, shape in (("A", (experts, lora_rank, k)), ("B", (experts, n, lora_rank))):
+            parameter = nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta"))
+            module.register_parameter(f"{name}_lora_{part}", parameter)
     return peft_model
 
 
@@ -906,6 +867,7 @@ def load_weights(root: nn.Module, model_dir: str | Path, *, seed: int = 0) -> No
     """Materialises every parameter of `root` and reads this rank's rows from the files, one tensor at a time. No
     collective. LoRA B is zero; A comes from (seed, name), so it does not depend on the number of ranks."""
     model = peft_model_of(root).get_base_model()
+    assert model.checkpoint_dir == Path(model_dir), "load_weights must read the checkpoint that build_model was given"
     tied = tied_names(model)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     root._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
@@ -913,38 +875,36 @@ def load_weights(root: nn.Module, model_dir: str | Path, *, seed: int = 0) -> No
         for name in others:
             path, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(path), leaf, model.get_parameter(first))
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+    for target, rows in model.checkpoint_rows.items():
+        path, _, leaf = target.rpartition(".")
+        module = model.get_submodule(path)
+        module = getattr(module, "base_layer", module)  # of peft's LoRA layer
+        fill(getattr(module, leaf), rows, lambda weight, ids: read_segment(weight.data, ids))
+        if hasattr(module, f"{leaf}_scale"):
+            fill(getattr(module, f"{leaf}_scale"), rows, Weight.read_scale)
+        if hasattr(module, f"{leaf}_global"):
+            values = getattr(module, f"{leaf}_global")  # (1,) or (E,)
+            per = len(rows.ids) // len(values)
+            for i in range(len(values)):
+                parts = {w.read_global_scale() for _, _, w, _ in rows.segments(i * per, (i + 1) * per)}
+                require(len(parts) == 1, f"{rows.weights[0].data}: the parts of {target} have different global scales")
+                values[i] = parts.pop()
+    for name, parameter in model.named_parameters():
         if "lora_" in name:
-            init_lora(tensor, name, seed)
-            continue
-        name = name.replace(".base_layer.", ".")
-        target = name.removesuffix("_scale").removesuffix("_global")
-        rows = model.checkpoint_rows.get(target if target != name else name) or next(
-            (model.checkpoint_rows[n] for group in tied if name in group for n in group if n in model.checkpoint_rows),
-            None,
-        )
-        if rows is None:
-            continue  # a computed buffer
-        local, start, stop = local_part(tensor)
-        if start == stop:
-            continue  # this rank holds no row of a short tensor
-        if rows.ids is None:
-            local.copy_(rows.convert()[start:stop])
-            continue
-        per = len(rows.ids) // (
-            tensor.shape[0] if tensor.dim() else 1
-        )  # rows of the files per index of the leading axis
-        if name.endswith("_global"):
-            for i in range(tensor.shape[0]):
-                values = {w.read_global_scale() for _, _, w, _ in rows.segments(i * per, (i + 1) * per)}
-                if len(values) > 1:
-                    raise UserError(f"{rows.weights[0].data}: the parts of {target} have different global scales")
-                tensor[i] = values.pop()
-            continue
-        flat = local.view(-1, local.shape[-1]) if local.dim() > 1 else local.view(-1, 1)  # (rows, width)
-        for first, last, weight, ids in rows.segments(start * per, stop * per):
-            data = weight.read_scale(ids) if name != target else read_segment(weight.data, ids)
-            flat[first:last].copy_(data.view(torch.uint8) if tensor.dtype == torch.uint8 else data)
+            init_lora(parameter, name, seed)
+
+
+def fill(tensor: torch.Tensor, rows: Rows, read: Callable[[Weight, torch.Tensor], torch.Tensor]) -> None:
+    """Copies this rank's rows of `tensor`, as `read` gives them, into place."""
+    local, start, stop = local_part(tensor)
+    if rows.ids is None:
+        local.copy_(rows.convert()[start:stop])
+        return
+    per = len(rows.ids) // (tensor.shape[0] if tensor.dim() else 1)  # rows of the files per index of the leading axis
+    flat = local.view(-1, local.shape[-1]) if local.dim() > 1 else local.view(-1, 1)  # (rows, width)
+    for first, last, weight, ids in rows.segments(start * per, stop * per):
+        data = read(weight, ids)  # (last - first, width)
+        flat[first:last].copy_(data.view(torch.uint8) if tensor.dtype == torch.uint8 else data)
 
 
 def init_lora(tensor: torch.Tensor, name: str, seed: int) -> None:
@@ -973,19 +933,15 @@ def expert_slices(root: nn.Module) -> dict[str, list[tuple[str, int, slice]]]:
 
     Saved names follow the checkpoint's own (…experts.3.gate_proj), which is what vLLM maps. gate and up share their A.
     """
-    peft_model = peft_model_of(root)
-    slices = {}
-    for path, module in expert_modules(peft_model.get_base_model()).items():
-        for leaf in [leaf for leaf in ("gate_up_proj", "up_proj", "down_proj") if hasattr(module, f"{leaf}_lora_A")]:
-            rows = peft_model.get_base_model().checkpoint_rows[f"{path}.{leaf}"]
-            n = getattr(module, leaf).shape[1]
-            found = []
-            for expert in range(getattr(module, leaf).shape[0]):
-                for first, last, weight, _ in rows.segments(expert * n, (expert + 1) * n):
-                    found.append(
-                        (f"base_model.model.{weight.name.removesuffix('.weight')}", expert, slice(first, last))
-                    )
-            slices[f"base_model.model.{path}.{leaf}"] = found
+    model, slices = peft_model_of(root).get_base_model(), {}
+    for stacked, (module, leaf) in expert_parameters(model).items():
+        if not hasattr(module, f"{leaf}_lora_A"):
+            continue
+        experts, n, _ = getattr(module, leaf).shape
+        found = slices[f"base_model.model.{stacked}"] = []
+        for expert in range(experts):
+            for first, last, weight, _ in model.checkpoint_rows[stacked].segments(expert * n, (expert + 1) * n):
+                found.append((f"base_model.model.{weight.name.removesuffix('.weight')}", expert, slice(first, last)))
     return slices
 
 
@@ -1012,15 +968,33 @@ def load_lora_state_dict(root: nn.Module, tensors: dict[str, torch.Tensor]) -> N
         for name, expert, rows in [part for part in experts if f"{part[0]}.lora_A.weight" in tensors]:
             a[expert], b[expert, rows] = tensors.pop(f"{name}.lora_A.weight"), tensors.pop(f"{name}.lora_B.weight")
         tensors |= {f"{stacked}_lora_A": a, f"{stacked}_lora_B": b}
-    if different := sorted(parameters.keys() ^ tensors.keys()):
-        raise UserError(f"the adapter is for another model or other --lora-targets: {', '.join(different[:4])} …")
+    different = ", ".join(sorted(parameters.keys() ^ tensors.keys())[:4])
+    require(not different, f"the adapter is for another model or other --lora-targets: {different} …")
     for name, parameter in parameters.items():
-        if parameter.shape != tensors[name].shape:
-            raise UserError(
-                f"adapter tensor {name} is {list(tensors[name].shape)}, the model has {list(parameter.shape)}"
-            )
+        sound = parameter.shape == tensors[name].shape
+        require(sound, f"adapter tensor {name} is {list(tensors[name].shape)}, the model has {list(parameter.shape)}")
         local, start, stop = local_part(parameter)
         local.copy_(tensors[name][start:stop])
+
+
+def stack_expert_lora(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The adapter with experts in PEFT's 3-D form, which vLLM wants for models that it loads with 3-D experts (and with
+    `enable_mixed_moe_lora_format`): A (E·r, K) with the rank fastest, B (N, r·E) with the expert fastest."""
+    pattern = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|w1|up_proj|w3|down_proj|w2)\.lora_([AB])\.weight")
+    found = {name: match.groups() for name in tensors if (match := pattern.fullmatch(name))}
+    stacked = {name: tensor for name, tensor in tensors.items() if name not in found}
+    parts = {(path, int(e), leaf, ab): tensors[name] for name, (path, e, leaf, ab) in found.items()}
+    for path in sorted({path for path, *_ in parts}):
+        experts = range(1 + max(e for p, e, *_ in parts if p == path))
+        get = lambda ab, *leaves, path=path, experts=experts: [  # noqa: E731
+            torch.cat([parts[path, e, leaf, ab] for leaf in leaves if (path, e, leaf, ab) in parts]) for e in experts
+        ]
+        for name, leaves in ((f"{path}.base_layer", ("gate_proj", "w1", "up_proj", "w3")), (path, ("down_proj", "w2"))):
+            stacked[f"{name}.lora_A.weight"] = torch.cat(get("A", *leaves[: len(leaves) // 2]))  # gate and up share A
+            stacked[f"{name}.lora_B.weight"] = torch.stack(get("B", *leaves), dim=-1).flatten(
+                1
+            )  # (N, r, E) -> (N, r·E)
+    return stacked
 
 
 def save_adapter(
@@ -1058,11 +1032,10 @@ def family(weight: Weight) -> tuple:
 
 def choose_weights(model, placed: dict[str, Rows], ignore: list[str]) -> set[str]:
     """Names of the weights to pack: the text decoder's linears and routed experts that are stored one by one."""
-    linears = {f"{name}.weight" for name in decoder_linears(model)}
-    experts = {f"{name}.{leaf}" for name in expert_modules(model) for leaf in ("gate_up_proj", "up_proj", "down_proj")}
+    targets = {f"{name}.weight" for name in decoder_linears(model)} | expert_parameters(model).keys()
     chosen = set()
-    for target, rows in placed.items():
-        for weight in rows.weights if target in linears | experts and rows.ids is not None else ():
+    for target in targets & placed.keys():
+        for weight in placed[target].weights if placed[target].ids is not None else ():
             if len(weight.shape) != 2 or is_ignored(weight.name.removesuffix(".weight"), ignore):
                 continue
             if weight.shape[1] % BLOCK:
@@ -1078,8 +1051,8 @@ def quantize(source: Path, target: Path, *, a16: bool, ignore: list[str], recipe
     from tqdm import tqdm
 
     weights = read_checkpoint(source)
-    if any(weight.format != "plain" for weight in weights.values()):
-        raise UserError(f"{source} is quantized already; quantize a dense checkpoint")
+    sound = all(w.format == "plain" for w in weights.values())
+    require(sound, f"{source} holds FP8 weights; give a dense checkpoint")
     model = empty_model(read_config(source))
     placed, unused = place_weights(model, weights)
     account(model, placed, unused, source)
@@ -1087,8 +1060,7 @@ def quantize(source: Path, target: Path, *, a16: bool, ignore: list[str], recipe
     amax: dict[tuple, torch.Tensor] = {}
     for name in tqdm(sorted(chosen), desc="global scales", unit="tensor", mininterval=1):
         largest = weights[name].data.read().abs().amax()
-        if not largest.isfinite():
-            raise UserError(f"{weights[name].data} holds NaN or infinity")
+        require(largest.isfinite(), f"{weights[name].data} holds NaN or infinity")
         amax[family(weights[name])] = torch.maximum(amax.get(family(weights[name]), largest), largest)
     ct, weight_map = dialect == "compressed-tensors", {}
     with tqdm(total=len(weights), desc="quantize", unit="tensor", mininterval=1) as progress:
@@ -1119,6 +1091,33 @@ def quantize(source: Path, target: Path, *, a16: bool, ignore: list[str], recipe
         (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     dense = sorted(n.removesuffix(".weight") for n, w in weights.items() if n not in chosen and len(w.shape) == 2)
     write_configs(source, target, ignore=[n for n in dense if "embed" not in n], a16=a16, dialect=dialect)
+
+
+def share_global_scales(source: Path, target: Path) -> None:
+    """Copies an NVFP4 checkpoint with one global scale for each family that vLLM fuses: the largest, the difference moved
+    into the block scales. Only where that is exact (ratios that are powers of two, mostly), else UserError."""
+    from safetensors.torch import save_file
+
+    packed = [w for w in read_checkpoint(source).values() if w.format == "nvfp4"]
+    by_module = {w.name.removesuffix(".weight"): w for w in packed}
+    changed = {}
+    for members in fused_families(by_module):
+        values = {name: by_module[name].read_global_scale() for name in members}
+        for name in members:
+            weight, common = by_module[name], max(values.values())
+            wanted = weight.scale.read().float() * (values[name] / common)  # (N, K/16)
+            scale = wanted.to(torch.float8_e4m3fn)
+            sentence = f"{source}: {', '.join(members)} have global scales that cannot be made equal without loss"
+            require(torch.equal(scale.float(), wanted), f"{sentence}; quantize the dense model instead")
+            top = next(by_module[m].global_scale for m in members if values[m] == common)
+            changed |= {weight.scale.key: scale, weight.global_scale.key: top.read()}
+    stored = read_headers(source)
+    for file in sorted({tensor.file for tensor in stored.values()}):
+        out = {key: changed.get(key, t.read()) for key, t in stored.items() if t.file == file}
+        save_file(out, target / file.name, {"format": "pt"})
+    for name in ("config.json", "hf_quant_config.json", "model.safetensors.index.json"):
+        if (source / name).is_file():
+            shutil.copy(source / name, target)
 
 
 def write_configs(source: Path, target: Path, *, ignore: list[str], a16: bool, dialect: str) -> None:
@@ -1161,8 +1160,7 @@ def gguf_to_folder(gguf: Path, folder: Path) -> None:
     """A dense Hugging Face folder from a GGUF file, all of it in memory at once (transformers has no other way)."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    if not find_spec("gguf"):
-        raise UserError(f"{gguf} needs the package gguf to be read: pip install gguf")
+    require(find_spec("gguf"), f"{gguf} needs the package gguf to be read: pip install gguf")
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     quant = GgufConfig(dequantize=True)
     AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16, quantization_config=quant).save_pretrained(
@@ -1179,8 +1177,8 @@ def quantize_command(args) -> None:
         return
     if args.sha256:
         digest = hashlib.sha256(source.read_bytes()).hexdigest() if source.is_file() else "no file"
-        if digest != args.sha256:
-            raise UserError(f"{source} has sha256 {digest}, not {args.sha256}: damaged, or not the file you mean")
+        sentence = f"{source} has sha256 {digest}, not {args.sha256}: damaged, or not the file you mean"
+        require(digest == args.sha256, sentence)
     if not source.exists():
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -1197,7 +1195,10 @@ def quantize_command(args) -> None:
     if source.suffix == ".gguf":
         dense = unfinished / "dense"
         gguf_to_folder(source, dense)
-    quantize(dense, unfinished, a16=args.a16, ignore=args.ignore, recipe=args.recipe, dialect=args.dialect)
+    if any(weight.format == "nvfp4" for weight in read_checkpoint(dense).values()):
+        share_global_scales(dense, unfinished)
+    else:
+        quantize(dense, unfinished, a16=args.a16, ignore=args.ignore, recipe=args.recipe, dialect=args.dialect)
     for file in dense.iterdir():
         written = file.name in ("config.json", "hf_quant_config.json") or file.name.endswith(".index.json")
         if file.is_file() and not written and file.suffix not in (".safetensors", ".bin", ".pth", ".gguf"):
@@ -1220,7 +1221,7 @@ def inspect(folder: Path) -> dict:
     placed, unused = place_weights(model, weights)
     account(model, placed, unused, folder)
     linears = {f"{name}.weight" for name in decoder_linears(model) if not name.endswith("kv_b_proj")}
-    experts = {f"{name}.{leaf}" for name in expert_modules(model) for leaf in ("gate_up_proj", "up_proj", "down_proj")}
+    experts = expert_parameters(model)
     trains = {w.name: "yes" for t, rows in placed.items() if t in linears for w in rows.weights}
     trains |= {w.name: "--lora-experts" for t, rows in placed.items() if t in experts for w in rows.weights}
     kinds: dict[tuple, list[Weight]] = {}
@@ -1229,8 +1230,7 @@ def inspect(folder: Path) -> dict:
         kinds.setdefault(kind, []).append(weight)
     report["modules"] = []
     for (name, form, shape), members in kinds.items():
-        stored = [t for w in members for t in (w.data, w.scale, w.global_scale) if t is not None]
-        size, count = sum(math.prod(t.shape) * t.dtype.itemsize for t in stored), len(members) * math.prod(shape)
+        size, count = sum(w.bytes for w in members), len(members) * math.prod(shape)
         row = {"name": name, "count": len(members), "format": form, "shape": list(shape), "bytes": size}
         row |= {"bits": 8 * size / max(count, 1), "lora": trains.get(members[0].name, ""), "scales": ""}
         if form == "nvfp4":

@@ -481,7 +481,7 @@ FAULTS = {
     "AWQ": (set_tensor("pre_quant_scale", torch.ones(64)), "pre_quant_scale.*not NVFP4"),
     "method": (reconfigure(quant_method="gptq"), "config.json has quant_method gptq"),
     "group size": (reconfigure(config_groups=GROUP), "config.json has group_size 32"),
-    "ignored": (reconfigure(ignore=["re:.*k_proj"]), "k_proj.weight_packed is packed although .*ignore"),
+    "ignored": (reconfigure(ignore=["re:.*k_proj"]), "k_proj.weight_packed is packed, but .*ignore"),
     "family": (
         set_tensor("weight_global_scale", torch.tensor([7.0])),
         "q_proj, .*k_proj, .*v_proj have different global",
@@ -499,6 +499,27 @@ def test_check_checkpoint_names_the_fault(checkpoint, fault):
         nvfp4.check_checkpoint(checkpoint)
     assert "\n" not in str(error.value)
     assert str(checkpoint) in str(error.value), "the message names the file"
+
+
+def test_unequal_global_scales_are_rewritten_where_that_is_exact(checkpoint, tmp_path):
+    """Twice the multiplier and half the block scales are the same weights; 1.3 times the multiplier is not."""
+
+    def halve(tensors):
+        scale = tensors[f"{K_PROJ}.weight_scale"].float()
+        tensors[f"{K_PROJ}.weight_scale"] = (scale / 2).to(torch.float8_e4m3fn)
+        tensors[f"{K_PROJ}.weight_global_scale"] /= 2  # compressed-tensors divides by it
+
+    rewrite(halve)(checkpoint)
+    with pytest.raises(nvfp4.UserError, match=r"q_proj, .*k_proj, .*v_proj have different global scales.*quantize"):
+        nvfp4.check_checkpoint(checkpoint)
+    folder = quantized(checkpoint, tmp_path / "shared")
+    nvfp4.check_checkpoint(folder)
+    before = load_file(dequantized(checkpoint, tmp_path / "before") / "model.safetensors")
+    after = load_file(dequantized(folder, tmp_path / "after") / "model.safetensors")
+    assert all(torch.equal(bits(before[name]), bits(after[name])) for name in before)
+    rewrite(lambda t: t[f"{K_PROJ}.weight_global_scale"].mul_(1.3))(checkpoint)
+    with pytest.raises(nvfp4.UserError, match=r"k_proj, .*cannot be made equal without loss"):
+        quantized(checkpoint, tmp_path / "lossy")
 
 
 def test_nan_block_scale_is_found_when_it_is_read(checkpoint):
@@ -539,6 +560,29 @@ def test_adapter_of_another_shape_is_refused(checkpoint):
         nvfp4.load_lora_state_dict(model, {k: v for k, v in tensors.items() if k != name})
     with pytest.raises(nvfp4.UserError, match=r"is \[2, 64\], the model has"):
         nvfp4.load_lora_state_dict(model, tensors | {name: torch.zeros(2, 64)})
+
+
+def test_expert_lora_in_three_dimensions():
+    """ΔW of expert e by the documented layout (A expert-major, B.reshape(N, r, E)) is what the 2-D tensors give."""
+    experts, r, h, i, base = 3, 4, 6, 5, "base_model.model.model.layers.0.mlp.experts"
+    draw = lambda *shape: torch.randn(shape)  # noqa: E731
+    flat, shared = {"base_model.model.x.lora_A.weight": draw(2, 2)}, [draw(r, h) for _ in range(experts)]
+    for e in range(experts):
+        for leaf, n, a in (("gate_proj", i, shared[e]), ("up_proj", i, shared[e]), ("down_proj", h, draw(r, i))):
+            flat[f"{base}.{e}.{leaf}.lora_A.weight"], flat[f"{base}.{e}.{leaf}.lora_B.weight"] = a, draw(n, r)
+    stacked = nvfp4.stack_expert_lora(flat)
+    assert set(stacked) == {"base_model.model.x.lora_A.weight"} | {
+        f"{base}{middle}.lora_{ab}.weight" for middle in (".base_layer", "") for ab in "AB"
+    }
+    for e in range(experts):
+        delta = lambda leaf, e=e: flat[f"{base}.{e}.{leaf}.lora_B.weight"] @ flat[f"{base}.{e}.{leaf}.lora_A.weight"]  # noqa: E731
+        for middle, expect in (
+            (".base_layer", torch.cat([delta("gate_proj"), delta("up_proj")])),
+            ("", delta("down_proj")),
+        ):
+            a = stacked[f"{base}{middle}.lora_A.weight"].view(experts, r, -1)[e]
+            b = stacked[f"{base}{middle}.lora_B.weight"]
+            torch.testing.assert_close(b.reshape(len(b), r, experts)[:, :, e] @ a, expect)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
