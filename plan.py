@@ -587,10 +587,10 @@ def activation_bytes(m: Model, run: Run) -> float:
 
 
 def mask_bytes(m: Model, run: Run) -> float:
-    """train_grpo.grouped_attention: int32 distances and boolean masks of a segment, 6·t², and the mask that attention
-    keeps for backward as bf16, 2·t², of every layer that is not recomputed."""
+    """train_grpo.grouped_attention: the boolean mask of a segment, t², and the mask that attention keeps for backward
+    as bf16, 2·t², of every layer that is not recomputed."""
     segment = min(run.max_tokens, run.prompt_tokens + run.group_size * run.completion_tokens)
-    return segment**2 * (6 + 2 * (1 if run.activation_checkpointing else m.fields.num_hidden_layers))
+    return segment**2 * (1 + 2 * (1 if run.activation_checkpointing else m.fields.num_hidden_layers))
 
 
 def logits_bytes(m: Model, run: Run) -> float:

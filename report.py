@@ -94,7 +94,8 @@ def report_step(bar: Any, m: dict[str, Any], steps: int, example: Any | None) ->
     bar.write(
         f"step {m['step']:4d}/{steps}  reward {m['reward']:.3f}  mixed {m['groups_mixed']:.2f}  "
         f"length {m['completion_tokens']:.1f}  cut {m['truncated']:.2f}  |Δlogp| {m['gap']:.4f}  kl {m['kl']:.5f}  "
-        f"entropy {m['entropy']:.2f}  grad {m['grad_norm']:.3f}  generate {seconds['generate']:.1f} s  train {seconds['train']:.1f} s"
+        f"entropy {m['entropy']:.2f}  grad {m['grad_norm']:.3f}  "
+        f"generate {seconds['generate']:.1f} s  train {seconds['train']:.1f} s"
     )
     if example:
         bar.write(f"  completion: {example.text.strip()!r}")

@@ -190,6 +190,7 @@ def ranks(number, folder, die_at=0, **changes):
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")], done
 
 
+@pytest.mark.slow
 def test_two_ranks_are_one_run(monkeypatch, tmp_path):
     """A run of two ranks that lost one is finished by two, or by one, with report and file of an undisturbed one.
 

@@ -58,9 +58,7 @@ def main() -> None:
         engine.reset_prefix_cache()
         seeds = [1000 * seed + i for i in range(len(prompts))]
         start = time.perf_counter()
-        samples = rollout.generate(
-            engine, prompts, seeds, max_tokens=40, temperature=1.0, use_adapter=use_adapter
-        )
+        samples = rollout.generate(engine, prompts, seeds, max_tokens=40, temperature=1.0, use_adapter=use_adapter)
         return sum(len(s.completion_ids) for s in samples) / (time.perf_counter() - start)
 
     def bare(seed: int) -> float:
@@ -83,7 +81,9 @@ def main() -> None:
         if seed:  # the first round warms up
             for name, rate in zip(rates, row):
                 rates[name].append(rate)
-    print(f"{os.cpu_count()} processors, {torch.get_num_threads()} threads, {args.rounds} rounds of {len(prompts)} samples")
+    print(
+        f"{os.cpu_count()} processors, {torch.get_num_threads()} threads, {args.rounds} rounds of {len(prompts)} samples"
+    )
     for name, values in rates.items():
         print(f"{name:34s} {statistics.median(values):6.0f} tokens/s  ({min(values):.0f} to {max(values):.0f})")
     pairs = list(zip(*rates.values()))
