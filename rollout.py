@@ -19,11 +19,10 @@ both with public hooks. Nothing of it runs where there is a GPU.
 from __future__ import annotations
 
 import gc
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,9 +51,6 @@ class Sample:
     text: str
     finish_reason: str  # "stop" or "length"
     seed: int
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -457,9 +453,3 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """Complete lines only: a line that a killed process left half written is dropped."""
-    lines = Path(path).read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
