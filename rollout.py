@@ -18,8 +18,11 @@ both with public hooks. Nothing of it runs where there is a GPU.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,6 +78,7 @@ def build_engine(
     `gpu_memory_utilization` is the share of the GPU that vLLM may use while awake; `engine_args` overrides any argument
     of `vllm.LLM`. Raises UserError when `tp` does not divide the world or the checkpoint does not suit.
     """
+    die_with_launcher()
     on_gpu = torch.cuda.is_available()
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world % tp:
@@ -119,6 +123,15 @@ def build_engine(
     if engine.sleep_mode != "off":
         fall_asleep(engine)
     return engine
+
+
+def die_with_launcher() -> None:
+    """Have the kernel kill this rank when torchrun dies. torchrun starts ranks in sessions of their own, so a `kill -9` of it
+    would leave them training unseen, with the GPUs in their hands and two writers in the run folder after the restart.
+    """
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        pr_set_pdeathsig = 1  # linux/prctl.h
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 @contextmanager

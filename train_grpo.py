@@ -17,6 +17,7 @@ What we left out of the papers, and why:
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import math
 import os
@@ -25,6 +26,7 @@ import shutil
 import sys
 import tempfile
 import time
+import zlib
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -733,6 +735,16 @@ def load_optimizer_tensors(
             optimizer.state[parameter] = state
 
 
+def lock_run(run_dir: Path) -> Any:
+    """One writer per run folder. Returns the open file that holds the lock; the kernel lets go when the process ends."""
+    file = open(run_dir / ".lock", "w")  # noqa: SIM115
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UserError(f"another process is training in {run_dir}; stop it, or use another --run-name.") from error
+    return file
+
+
 def open_run(args: argparse.Namespace) -> tuple[Path, Path | None]:
     """The run's folder and the checkpoint to go on from. Reads only; raises UserError before anything is touched."""
     run_dir = Path(args.runs_dir) / args.run_name
@@ -1161,12 +1173,14 @@ def main() -> None:
     shaping = {"truncated": args.truncated, "completion_tokens": args.completion_tokens}
     shaping |= {"overlong_buffer": args.overlong_buffer, "format_bonus": args.format_bonus}
     handover = Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
-    handover /= f"adapter-{os.getuid()}-{os.environ['MASTER_PORT']}-{rank}"  # one per rank: no shared disk in the loop
+    # One folder per rank, so that no shared disk is in the loop; the same after a kill -9, so that none is left behind.
+    handover /= f"adapter-{os.getuid()}-{zlib.crc32(str(run_dir.resolve()).encode()):08x}-{rank}"
 
     # --- Run folder --------------------------------------------------------------------------------------------------
     paths = {name: run_dir / f"{name}.jsonl" for name in ("metrics", "samples", "evaluations")}
     if rank == 0:
         run_dir.mkdir(parents=True, exist_ok=True)
+        lock = lock_run(run_dir)  # held until this process ends, however it ends
         if not (run_dir / "config.json").exists():
             write_atomically(
                 run_dir / "config.json", json.dumps(describe_run(vars(args), rollout.versions(), world), indent=1)
@@ -1321,6 +1335,7 @@ def main() -> None:
         if heldout:
             print(outcome(evaluations))
         print(f"adapter in {run_dir / 'adapter'}, curves in {run_dir / 'curves.png'}")
+        lock.close()
     shutil.rmtree(handover, ignore_errors=True)
     rollout.shutdown(engine)
 

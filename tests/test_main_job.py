@@ -23,6 +23,8 @@ PROJECT = Path(__file__).parents[1]
 MODEL = PROJECT / "models" / "SmolLM2-135M-Instruct-NVFP4"
 pytestmark = pytest.mark.skipif(not MODEL.is_dir(), reason=f"{MODEL} is missing; `bash launch.sh test` makes it")
 
+SEED = int(os.environ.get("SMOKE_SEED", "0"))  # of the whole job below
+
 # Small enough for a test, with groups that have spread: the base model solves about one problem in fourteen.
 SMALL = ["--prompts", "4", "--group-size", "6", "--heldout", "6", "--heldout-samples", "2", "--completion-tokens", "24"]
 
@@ -162,6 +164,14 @@ def test_full_disk_keeps_the_old_checkpoint(tmp_path):
     assert train_grpo.latest_checkpoint(tmp_path).name == "step-000002"
 
 
+def test_one_writer_per_run(tmp_path):
+    lock = train_grpo.lock_run(tmp_path)
+    with pytest.raises(UserError, match="another process is training"):
+        train_grpo.lock_run(tmp_path)
+    lock.close()
+    train_grpo.lock_run(tmp_path).close()
+
+
 # --- The job itself --------------------------------------------------------------------------------------------------
 
 
@@ -200,12 +210,23 @@ def test_the_users_command(undisturbed):
 
 @pytest.mark.slow
 def test_kill_9_at_any_instant_then_the_same_command(undisturbed, tmp_path):
-    """Killed three times at random instants of the loop; steps, samples, rewards and losses equal the undisturbed run's."""
+    """Killed twice at random instants of the loop; steps, samples, rewards and losses equal the undisturbed run's."""
     reference, _ = undisturbed
-    words = [*SMALL, "--steps", "4", "--eval-every", "2", "--runs-dir", str(tmp_path), "--run-name", "killed"]
+    words = [
+        *SMALL,
+        "--steps",
+        "4",
+        "--eval-every",
+        "2",
+        "--runs-dir",
+        str(tmp_path),
+        "--run-name",
+        "killed",
+        "--no-probe",
+    ]
     rng = random.Random(0)
     metrics_path = tmp_path / "killed" / "metrics.jsonl"
-    for target in (1, 2, 3):
+    for target in (1, 3):
         process = subprocess.Popen(
             ["bash", "launch.sh", *words],
             cwd=PROJECT,
@@ -222,8 +243,10 @@ def test_kill_9_at_any_instant_then_the_same_command(undisturbed, tmp_path):
         time.sleep(
             rng.choice([0.0, 0.05, 0.3, 1.0])
         )  # just after the log line, inside the checkpoint, inside the next step
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)  # torchrun; its rank lives in another session and must die with it
         process.wait()
+        time.sleep(1)
+        train_grpo.lock_run(tmp_path / "killed").close()  # nobody trains there any more
     launch(*words)
     killed = tmp_path / "killed"
     assert comparable(read_jsonl(killed / "metrics.jsonl")) == comparable(read_jsonl(reference / "metrics.jsonl"))
@@ -235,7 +258,7 @@ def test_kill_9_at_any_instant_then_the_same_command(undisturbed, tmp_path):
 @pytest.mark.slow
 def test_two_ranks_train_and_one_goes_on(tmp_path):
     """Two ranks, then the same run on one: the checkpoint does not know how many there were."""
-    words = [*SMALL, "--runs-dir", tmp_path, "--run-name", "ranks"]
+    words = [*SMALL, "--runs-dir", tmp_path, "--run-name", "ranks", "--no-probe"]
     launch(*words, "--steps", 2, ranks=2)
     launch(*words, "--steps", 3, ranks=1)
     metrics = read_jsonl(tmp_path / "ranks" / "metrics.jsonl")
@@ -370,7 +393,7 @@ def test_the_probe_finds_an_adapter_that_the_engine_ignores(tmp_path):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     runs = tmp_path_factory.mktemp("trained")
-    done = launch("--runs-dir", runs, "--run-name", "smoke")
+    done = launch("--seed", SEED, "--runs-dir", runs, "--run-name", "smoke")
     return runs / "smoke", done.stdout
 
 
@@ -414,7 +437,7 @@ def test_the_adapter_works_in_plain_peft_over_the_dequantized_model(trained):
     model = PeftModel.from_pretrained(model, run / "adapter").eval()
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL, padding_side="left")
-    _, heldout = train_grpo.arithmetic_problems(0)
+    _, heldout = train_grpo.arithmetic_problems(SEED)
     prompts = [
         tokenizer.apply_chat_template(p.messages, add_generation_prompt=True, tokenize=False)
         for p in heldout
@@ -438,12 +461,12 @@ import rollout
 from eval_aime import evaluate
 from train_grpo import arithmetic_problems
 
-model_dir, adapter = sys.argv[1:]
+model_dir, adapter, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
 engine = rollout.build_engine(model_dir, max_model_len=256, max_lora_rank=16, max_num_seqs=128)
 rollout.push_adapter(engine, adapter, version=0)
-settings = dict(k=8, temperature=1.0, top_p=1.0, max_tokens=40, seed=0, template="{{problem}}", progress=False)
+settings = dict(k=8, temperature=1.0, top_p=1.0, max_tokens=40, seed=seed, template="{{problem}}", progress=False)
 accuracies = [
-    evaluate(engine, engine.get_tokenizer(), arithmetic_problems(0)[1], use_adapter=use, **settings)["avg"] for use in (True, False)
+    evaluate(engine, engine.get_tokenizer(), arithmetic_problems(seed)[1], use_adapter=use, **settings)["avg"] for use in (True, False)
 ]
 print("RESULT", json.dumps(accuracies))
 rollout.shutdown(engine)
@@ -456,7 +479,7 @@ def test_the_adapter_works_in_a_fresh_engine(trained, tmp_path):
     run, _ = trained
     script = tmp_path / "fresh.py"
     script.write_text(FRESH_ENGINE_SCRIPT.format(project=str(PROJECT)))
-    command = [sys.executable, str(script), str(MODEL), str(run / "adapter")]
+    command = [sys.executable, str(script), str(MODEL), str(run / "adapter"), str(SEED)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert "RESULT" in done.stdout, done.stderr[-3000:]
     with_adapter, without = json.loads(done.stdout.split("RESULT")[1])
