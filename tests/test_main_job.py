@@ -465,9 +465,9 @@ model_dir, adapter, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
 engine = rollout.build_engine(model_dir, max_model_len=256, max_lora_rank=16, max_num_seqs=128)
 rollout.push_adapter(engine, adapter, version=0)
 settings = dict(k=8, temperature=1.0, top_p=1.0, max_tokens=40, seed=seed, template="{{problem}}", progress=False)
-accuracies = [
-    evaluate(engine, engine.get_tokenizer(), arithmetic_problems(seed)[1], use_adapter=use, **settings)["avg"] for use in (True, False)
-]
+problems = arithmetic_problems(seed)[1]
+tokenizer = engine.get_tokenizer()
+accuracies = [evaluate(engine, tokenizer, problems, use_adapter=use, **settings)["avg"] for use in (True, False)]
 print("RESULT", json.dumps(accuracies))
 rollout.shutdown(engine)
 """
