@@ -15,6 +15,11 @@ What the numbers are (n problems, k samples each, c of a problem's k right, p = 
 3. pass@j is the unbiased estimate 1 − C(k − c, j) / C(k, j) (Chen et al. 2021); maj@k splits ties evenly, and a sample
    without an answer is no vote. A sample that ran into the token limit is wrong, whatever it had boxed by then.
 
+Seeds depend on (seed, problem, sample) only, but an engine rounds a little differently when other requests are in the
+batch, and then a sample parts ways with its twin. Another number of ranks is therefore another, equally valid draw; a
+resumed run favours short samples a little, since the ones that were cut short are drawn again. With `--exact` both give
+the same samples.
+
 What is left out, and why:
 1. No binomial error over n·k samples: samples of one problem are not independent, and it would be far too small.
 2. No bootstrap: with 30 problems it covers no better than the t interval, and the sign-flip test below is exact.
@@ -113,7 +118,7 @@ def read_problems(
             for config in benchmark.configs
             for row in hub_rows(benchmark.hub, config, benchmark.split, benchmark.revision)
         ]
-    elif Path(name).suffix in (".jsonl", ".json") or Path(name).exists():
+    elif Path(name).suffix in (".jsonl", ".json") or Path(name).is_file():
         rows = read_rows(Path(name))
     elif re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         rows = hub_rows(name, None, split or "train", None)
@@ -127,10 +132,11 @@ def read_problems(
         for key in (prompt_key, answer_key):
             if key not in row:
                 raise UserError(f"{place} has no key {key!r}, only {', '.join(row)} (see --prompt-key, --answer-key).")
-            if row[key] is None or not str(row[key]).strip():
-                raise UserError(f"{place} has an empty {key!r}.")
-        answer = str(row[answer_key]).rpartition("####")[2].strip()  # GSM8K writes its solution before the answer
-        problems.append(Problem(problem_id(name, row, number), str(row[prompt_key]).strip(), answer))
+        text, answer = ("" if row[key] is None else str(row[key]).strip() for key in (prompt_key, answer_key))
+        answer = answer.rpartition("####")[2].strip()  # GSM8K writes its solution before the answer
+        if not text or not answer:
+            raise UserError(f"{place} has an empty {(answer_key if text else prompt_key)!r}.")
+        problems.append(Problem(problem_id(name, row, number), text, answer))
     if not problems:
         raise UserError(f"{name} holds no problem.")
     twice = [id for id, count in Counter(problem.id for problem in problems).items() if count > 1]
@@ -365,8 +371,8 @@ def evaluate(
 
     Call inside `with awake(engine)`, after `push_adapter` when `use_adapter`. With `samples_path` (in a folder that all
     ranks see) each rank appends its samples to its own part file as they finish; a later call with the same settings,
-    on any number of ranks, draws only what is missing and returns what an undisturbed run would have. `settings` is
-    whatever else the report should state (model, adapter …); resuming compares it too.
+    on any number of ranks, draws only what is missing. `settings` is whatever else the report should state (model,
+    adapter …); resuming compares it too.
     """
     import torch.distributed as dist
     from tqdm import tqdm
@@ -445,19 +451,18 @@ def digest_of(data: bytes) -> str:
 
 
 def resume(samples_path: Path, settings: dict[str, Any]) -> tuple[list[dict[str, Any]], str | None]:
-    """(records already drawn, why they cannot be used or None); puts the settings beside the samples of a new run.
+    """(records already drawn, why they cannot be used or None); puts the settings beside the samples.
 
     `k` may differ: seeds do not depend on it, so a run with a larger k goes on from a smaller one.
     """
     settings_path = samples_path.with_suffix(".settings.json")
     samples_path.parent.mkdir(parents=True, exist_ok=True)
-    if not settings_path.exists():
-        replace_text(settings_path, json.dumps(settings, indent=1))
-    before = json.loads(settings_path.read_text())
+    before = json.loads(settings_path.read_text()) if settings_path.exists() else settings
     differ = [key for key in settings.keys() | before.keys() if key != "k" and settings.get(key) != before.get(key)]
     if differ:
         changes = "; ".join(f"{key}: {before.get(key)!r}, now {settings.get(key)!r}" for key in sorted(differ))
         return [], f"{samples_path.parent} holds samples drawn with other settings ({changes}); choose another --out."
+    replace_text(settings_path, json.dumps(settings, indent=1))
     return [{key: record[key] for key in record if key != "text"} for record in merge_parts(samples_path)], None
 
 
@@ -477,10 +482,10 @@ def merge_parts(samples_path: Path) -> list[dict[str, Any]]:
 
 
 def read_samples(path: str | Path) -> list[dict[str, Any]]:
-    """Records of a samples file. A last line without its newline was cut off by a kill and is dropped."""
+    """Records of a samples file. A last line without its newline was cut off by a kill, even inside a letter: dropped."""
     if not Path(path).is_file():
         raise UserError(f"There is no file {path}.")
-    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").split("\n")[:-1]]
+    return [json.loads(line) for line in Path(path).read_bytes().split(b"\n")[:-1]]
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -545,7 +550,7 @@ def plot_report(report: dict[str, Any], png: str | Path) -> None:
     axes.set(ylim=(0, 100), xlim=(-0.6, len(names) - 0.4), ylabel="samples right, %")
     title = [report["settings"].get(key) for key in ("benchmark", "model", "adapter")]
     axes.set_title(" · ".join(str(part) for part in title if part), fontsize=8)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(png, dpi=120)
     plt.close(figure)
 
@@ -644,59 +649,51 @@ def compare_files(path_a: Path, path_b: Path) -> str:
 # Model and adapter, before anything heavy is loaded
 
 
-def tensor_shapes(folder: Path, pattern: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of the weights in a folder's safetensors files, from the headers; packed 4-bit weights in codes."""
-    from safetensors import SafetensorError, safe_open
-
-    shapes = {}
-    for path in sorted(folder.glob(pattern)):
-        try:
-            with safe_open(path, "numpy") as file:
-                for name in file.keys():  # noqa: SIM118 (no mapping)
-                    part = file.get_slice(name)
-                    *rows, width = part.get_shape() or [1]
-                    shapes[name] = (*rows, 2 * width if part.get_dtype() == "U8" else width)
-        except SafetensorError as error:
-            raise UserError(f"{path} is not a readable safetensors file ({error}).") from error
-    if not shapes:
-        raise UserError(f"{folder} has no weights ({pattern}).")
-    return shapes
-
-
-def read_config(path: Path, what: str) -> dict[str, Any]:
-    if not path.is_file():
-        raise UserError(f"{path.parent} is no {what}: it has no {path.name}.")
-    return json.loads(path.read_text())
+def check_model(model: Path) -> int:
+    """The context of a model folder in tokens; UserError when it is none."""
+    if not (model / "config.json").is_file():
+        raise UserError(f"--model {model} is no model folder: it has no config.json.")
+    if not list(model.glob("*.safetensors")):
+        raise UserError(f"--model {model} has no weights (*.safetensors).")
+    config = json.loads((model / "config.json").read_text())
+    return config.get("text_config", config).get("max_position_embeddings", 2**20)
 
 
 def check_adapter(adapter: Path, model: Path) -> int:
     """The rank of a PEFT folder that belongs on this model; UserError in one sentence when it does not.
 
-    Modules are looked up in the checkpoint from "layers.N." on, since wrappers change what stands before it. Those of
-    experts are left to vLLM: checkpoints and modules name them differently.
+    Shapes come from the headers of the adapter and from the model's modules on the meta device: no weights are read.
+    Experts are left to vLLM, which names them one by one where transformers fuses them.
     """
-    config, lora = (
-        read_config(adapter / "adapter_config.json", "PEFT folder"),
-        tensor_shapes(adapter, "adapter_model.safetensors"),
-    )
+    from safetensors import SafetensorError, safe_open
+
+    weights = adapter / "adapter_model.safetensors"
+    for path in (adapter / "adapter_config.json", weights):
+        if not path.is_file():
+            raise UserError(f"--adapter {adapter} is no PEFT folder: it has no {path.name}.")
+    config = json.loads((adapter / "adapter_config.json").read_text())
     base_name, rank = config.get("base_model_name_or_path"), config["r"]
     if base_name and Path(base_name).name != model.resolve().name:
         raise UserError(
             f"--adapter {adapter} was trained on {base_name}, not on {model} (if that is the same model under another "
             "name, correct base_model_name_or_path in its adapter_config.json)."
         )
-    base = {
-        re.sub(r"^.*?(?=layers\.)", "", name).rpartition(".")[0]: shape  # "layers.0.self_attn.q_proj": (N, K)
-        for name, shape in tensor_shapes(model, "*.safetensors").items()
-        if name.endswith((".weight", ".weight_packed"))
-    }
-    for name, shape in lora.items():
-        module = re.sub(r"^base_model\.model\.(.*?(?=layers\.))?", "", name).partition(".lora_")[0]
-        if "expert" in module:
+    try:
+        with safe_open(weights, "numpy") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise UserError(f"{weights} is not a readable safetensors file ({error}).") from error
+
+    import model_nvfp4
+
+    modules = dict(model_nvfp4.empty_model(model_nvfp4.read_config(model)).named_modules())
+    for name, shape in shapes.items():
+        target = name.removeprefix("base_model.model.").partition(".lora_")[0]
+        if ".experts" in target:
             continue
-        if module not in base:
-            raise UserError(f"--adapter {adapter} targets {module}, which {model} does not have.")
-        n, k = base[module]
+        if getattr(getattr(modules.get(target), "weight", None), "ndim", 0) != 2:
+            raise UserError(f"--adapter {adapter} targets {target}, which is no linear layer of {model}.")
+        n, k = modules[target].weight.shape
         expected = (rank, k) if ".lora_A." in name else (n, rank)
         if shape != expected:
             raise UserError(
@@ -737,6 +734,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--top-p", type=float, default=0.95, help="0.95 is usual for AIME; 0.7 to compare with DAPO's numbers")
     add("--max-tokens", type=int, help="longest completion; default 32768 or what the context leaves")
     add("--seed", type=int, default=0, help="same seed, same draws, on any number of ranks")
+    add("--exact", action="store_true", help="one request at a time: slow, but the same samples to the bit (see top)")
 
     add = parser.add_argument_group("output").add_argument
     add("--out", type=Path, help="folder for samples and report, resumed if unfinished; default runs/eval-…")
@@ -757,8 +755,7 @@ def run(args: argparse.Namespace) -> None:
     for flag in ("k", "tp"):
         if getattr(args, flag) < 1:
             raise UserError(f"--{flag} {getattr(args, flag)} must be at least 1.")
-    config = read_config(args.model / "config.json", "model folder")
-    tensor_shapes(args.model, "*.safetensors")
+    context = check_model(args.model)
     lora_rank = check_adapter(args.adapter, args.model) if args.adapter else 0
     problems = read_problems(
         args.benchmark, prompt_key=args.prompt_key, answer_key=args.answer_key, split=args.split, data_dir=args.data_dir
@@ -778,7 +775,6 @@ def run(args: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     conversations = [conversation(problem, args.prompt_template) for problem in problems]
     longest = max(map(len, rollout.encode_prompts(tokenizer, conversations, args.chat_template_kwargs)))
-    context = config.get("text_config", config).get("max_position_embeddings", 2**20)
     max_tokens = args.max_tokens or min(32768, context - longest)
     if max_tokens < 1 or longest + max_tokens > context:
         raise UserError(
@@ -786,13 +782,15 @@ def run(args: argparse.Namespace) -> None:
             f"{args.model} is {context}, which leaves {context - longest}."
         )
 
+    alone = {"max_num_seqs": 1, "enable_prefix_caching": False} if args.exact else {}
+    engine_args = alone | args.engine_args
     if "RANK" in os.environ:  # started by torchrun
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     engine = rollout.build_engine(
         str(args.model), max_model_len=longest + max_tokens, max_lora_rank=lora_rank, seed=args.seed, tp=args.tp,
-        sleep="off", gpu_memory_utilization=args.gpu_memory, engine_args=args.engine_args,
+        sleep="off", gpu_memory_utilization=args.gpu_memory, engine_args=engine_args,
     )  # fmt: skip
     with rollout.awake(engine):
         if args.adapter:
@@ -806,7 +804,7 @@ def run(args: argparse.Namespace) -> None:
                 "benchmark": args.benchmark, "model": str(args.model),
                 "adapter": args.adapter and str(args.adapter),
                 "adapter_hash": args.adapter and digest_of((args.adapter / "adapter_model.safetensors").read_bytes()),
-                "engine_args": args.engine_args,
+                "engine_args": engine_args,
             },
         )  # fmt: skip
     if not dist.is_initialized() or dist.get_rank() == 0:

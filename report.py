@@ -1,4 +1,4 @@
-"""What a run folder shows: six curves and a few lines. The trainer draws the same picture as it goes.
+"""What a run folder holds and shows: its lines, its record of flags and machine, six curves. The trainer writes with these.
 
     python report.py runs/arithmetic-seed0            # prints a summary, redraws curves.png
     python report.py runs/a runs/b --out both.png     # several runs in one picture
@@ -11,9 +11,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Either the old file or the new one, also after a power cut."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -21,6 +33,83 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def append_jsonl(path: Path, records: list[dict[str, Any]]) -> None:
+    with open(path, "a") as file:
+        file.write("".join(json.dumps(record) + "\n" for record in records))
+
+
+def describe_run(flags: dict[str, Any], versions: dict[str, str], world: int) -> dict[str, Any]:
+    """What `config.json` records: flags, versions, git commit, machine."""
+    import torch
+
+    git = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
+    )
+    return {
+        "flags": flags,
+        "versions": {"python": platform.python_version(), **versions},
+        "commit": git.stdout.strip() or None,
+        "machine": {
+            "platform": platform.platform(),
+            "processors": os.cpu_count(),
+            "ranks": world,
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        },
+    }
+
+
+def sample_records(
+    step: int, problems: list[Any], samples: list[Any], verdicts: list[Any], rewards: list[float]
+) -> list[dict[str, Any]]:
+    """Lines of samples.jsonl: what was asked, said, extracted and paid."""
+    return [
+        {
+            "step": step,
+            "problem": problems[index * len(problems) // len(samples)].id,
+            "question": problems[index * len(problems) // len(samples)].problem,
+            "reference": problems[index * len(problems) // len(samples)].answer,
+            "completion": sample.text,
+            "answer": verdict.answer,
+            "reason": verdict.reason,
+            "reward": rewards[index],
+            "tokens": len(sample.completion_ids),
+            "finish_reason": sample.finish_reason,
+            "seed": sample.seed,
+        }
+        for index, (sample, verdict) in enumerate(zip(samples, verdicts))
+    ]
+
+
+def report_step(bar: Any, m: dict[str, Any], steps: int, example: Any | None) -> None:
+    """The bar, one dense line, and now and then a whole completion: what a person can judge."""
+    seconds = m["seconds"]
+    total = sum(seconds[phase] for phase in ("generate", "score", "train"))
+    bar.update(1)
+    bar.set_postfix_str(
+        f"reward {m['reward']:.2f} length {m['completion_tokens']:.1f} |Δlogp| {m['gap']:.4f} "
+        f"{m['sampled_tokens'] / total:.0f} tok/s"
+    )
+    bar.write(
+        f"step {m['step']:4d}/{steps}  reward {m['reward']:.3f}  mixed {m['groups_mixed']:.2f}  "
+        f"length {m['completion_tokens']:.1f}  cut {m['truncated']:.2f}  |Δlogp| {m['gap']:.4f}  kl {m['kl']:.5f}  "
+        f"entropy {m['entropy']:.2f}  grad {m['grad_norm']:.3f}  "
+        f"generate {seconds['generate']:.1f} s  train {seconds['train']:.1f} s"
+    )
+    if example:
+        bar.write(f"  completion: {example.text.strip()!r}")
+
+
+def memory_gib() -> float:
+    """Peak memory of this rank so far in GiB: the GPU's where there is one, else the process's."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
 
 
 def plot_curves(runs: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]], path: Path) -> None:

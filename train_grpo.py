@@ -17,16 +17,16 @@ What we left out of the papers, and why:
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import math
 import os
-import platform
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -45,7 +45,17 @@ import reward as grader
 import rollout
 from eval_aime import Problem, conversation, evaluate, read_problems, sample_seed
 from model_nvfp4 import UserError
-from report import outcome, plot_curves, read_jsonl
+from report import (
+    append_jsonl,
+    describe_run,
+    memory_gib,
+    outcome,
+    plot_curves,
+    read_jsonl,
+    report_step,
+    sample_records,
+    write_atomically,
+)
 from rollout import Sample, awake, generate, push_adapter
 
 # Axis legend: P prompts of a step (all ranks) · G samples per prompt · N = P·G · T tokens of a row · S trained tokens ·
@@ -124,6 +134,36 @@ def group_advantages(rewards: torch.Tensor, scale: str = "std") -> torch.Tensor:
     return centred * spread  # (P, G)
 
 
+def shape_rewards(
+    samples: list[Sample],
+    verdicts: list[grader.Verdict],
+    references: list[str],
+    own_reward: Any = None,
+    *,
+    truncated: str,
+    completion_tokens: int,
+    overlong_buffer: int,
+    format_bonus: float,
+) -> tuple[list[float], list[bool]]:
+    """(N rewards, N masks): the verdict (or one's own reward function), then what the flags add to it.
+
+    A completion that was cut is scored, zeroed or masked out of the loss; DAPO's soft penalty grows over the last
+    `overlong_buffer` tokens before the limit; `format_bonus` is paid for a readable box, right or wrong.
+    """
+    rewards, masks = [], []
+    for sample, verdict, reference in zip(samples, verdicts, references):
+        value = own_reward(sample.text, reference) if own_reward else verdict.reward
+        value, trained = grader.truncated_reward(value, sample.finish_reason == "length", truncated)
+        if overlong_buffer:
+            value += grader.overlong_penalty(len(sample.completion_ids), completion_tokens, overlong_buffer)
+        if format_bonus:
+            value += format_bonus * grader.format_reward(sample.text)
+        rewards.append(float(value))
+        masks.append(not trained)
+    assert len(rewards) == len(samples), f"{len(rewards)} rewards for {len(samples)} samples"
+    return rewards, masks
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Micro-batches: one prompt, its completions side by side
 
@@ -150,10 +190,13 @@ class Batch:
     layout: torch.Tensor  # (1, 1, 3, T) int32: segment, completion (0 is the prompt), position
     sources: torch.Tensor  # (S,) where in the row the hidden state lies that predicts the token
     targets: torch.Tensor  # (S,) the sampled tokens
-    old_logprobs: torch.Tensor  # (S,) the sampler's
+    sampler_logprobs: torch.Tensor  # (S,) from the engine
+    old_logprobs: torch.Tensor  # (S,) the ratio's denominator: the sampler's, unless --old-logprobs trainer
     advantages: torch.Tensor  # (S,)
     samples: torch.Tensor  # (S,) number of the completion within the row
     weight: float  # 1, or 0 for the stand-in of a rank that has nothing to do
+    corrections: torch.Tensor | None = None  # (S,) importance weights, with --old-logprobs trainer
+    reference_logprobs: torch.Tensor | None = None  # (S,) of the frozen base, with --kl-coef
 
     def to(self, device: torch.device) -> Batch:
         moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in vars(self).items()}
@@ -254,6 +297,7 @@ def pack(row: list[Segment]) -> Batch:
         layout=torch.tensor([[[segment_of, completion_of, positions]]], dtype=torch.int32),  # (1, 1, 3, T)
         sources=torch.tensor(sources),  # (S,)
         targets=torch.tensor(targets),  # (S,)
+        sampler_logprobs=torch.tensor(old_logprobs, dtype=torch.float32),  # (S,)
         old_logprobs=torch.tensor(old_logprobs, dtype=torch.float32),  # (S,)
         advantages=torch.tensor(advantages, dtype=torch.float32),  # (S,)
         samples=torch.tensor(sample_of),  # (S,)
@@ -287,19 +331,20 @@ def grouped_attention(
     start = 0
     _, lengths = torch.unique_consecutive(attention_mask[0, 0, 0], return_counts=True)  # (segments,)
     groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)  # (1, heads, T, D)
     for length in lengths.tolist():
         part = slice(start, start + length)
         completion, position = attention_mask[0, 0, 1, part], attention_mask[0, 0, 2, part]  # (t,)
-        distance = position[:, None] - position[None, :]  # (t, t)
-        visible = (distance >= 0) & ((completion == 0) | (completion[:, None] == completion[None, :]))  # (t, t)
+        visible = (completion == 0) | (completion[:, None] == completion)  # (t, t)
+        visible &= position[:, None] >= position
         if sliding_window is not None:
-            visible &= distance < sliding_window
+            visible &= position > position[:, None] - sliding_window
         q, k, v = query[:, :, part], key[:, :, part], value[:, :, part]  # (1, heads, t, D)
         if softcap is None and s_aux is None:
-            output = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scaling)  # (1, heads, t, D)
+            output = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=visible, scale=scaling, enable_gqa=groups > 1
+            )  # (1, heads, t, D)
         else:
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)  # (1, heads, t, D)
             scores = (q @ k.transpose(2, 3)).float() * (scaling or q.shape[-1] ** -0.5)  # (1, heads, t, t)
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
@@ -396,6 +441,76 @@ class Policy(nn.Module):
 def token_logprobs(policy: nn.Module, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(S,) log-probs by the trainer and (S,) entropies. Collective: every rank must call it equally often."""
     return policy(batch.input_ids, batch.position_ids, batch.layout, batch.sources, batch.targets, temperature)
+
+
+@torch.no_grad()
+def annotate(
+    policy: nn.Module, batches: list[Batch], temperature: float, old_logprobs: str, correction: str, reference: bool
+) -> None:
+    """Extra forwards that some settings need, before the first update: the trainer's own log-probs as the ratio's
+    denominator with importance weights against the sampler's, and those of the base, which is the policy with its adapter
+    switched off. Collective: every rank must call with equally many batches.
+    """
+    for batch in batches:
+        if old_logprobs == "trainer":
+            own, _ = token_logprobs(policy, batch, temperature)  # (S,)
+            batch.corrections = importance_weights(own, batch.sampler_logprobs, correction)  # (S,)
+            batch.old_logprobs = own
+        if reference:
+            with policy.model.disable_adapter():
+                batch.reference_logprobs, _ = token_logprobs(policy, batch, temperature)  # (S,)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Trust: are trainer and engine the same policy?
+
+
+def parity_probe(
+    engine: Any,
+    policy: nn.Module,
+    adapter: dict[str, torch.Tensor],
+    prompts: list[list[int]],
+    *,
+    push: Any,
+    max_tokens: int,
+    max_gap: float,
+) -> dict[str, tuple[float, float]]:
+    """Per kind of adapted module: mean |Δlogp| between engine and trainer with that kind's adapter made large at random,
+    and what the trainer thinks of the same samples without it. {kind: (with, without)}. Collective.
+
+    An adapter that is loaded and ignored, put into the wrong slot or scaled twice is the commonest silent fault of such
+    programs (TRL 5312, unsloth-zoo 942 and 1250, vLLM 41754): then the engine's samples fit the trainer's base as well as
+    its adapted policy. `push(tensors)` hands an adapter to the engine. Raises UserError naming the kind.
+    """
+    generator = torch.Generator().manual_seed(0)
+    results = {}
+    for kind in sorted({name.split(".")[-3] for name in adapter}):
+        noise = {n: torch.randn(t.shape, generator=generator) for n, t in adapter.items() if n.split(".")[-3] == kind}
+        for size in (0.1, 0.4, 1.6):  # larger until it shows: how much a module matters differs from model to model
+            perturbed = {n: size * noise[n] if n in noise and "lora_B" in n else t for n, t in adapter.items()}
+            with awake(engine):
+                push(perturbed)
+                samples = generate(
+                    engine, prompts, list(range(len(prompts))), max_tokens=max_tokens, temperature=1.0, use_adapter=True
+                )
+            batch = pack([Segment(s.prompt_ids, [(s.completion_ids, s.logprobs, 1.0)]) for s in samples])
+            batch = batch.to(next(policy.parameters()).device)
+            gaps = []
+            for tensors in (perturbed, adapter):
+                model_nvfp4.load_lora_state_dict(policy, tensors)
+                with torch.no_grad():
+                    logprobs, _ = token_logprobs(policy, batch, 1.0)  # (S,)
+                gaps.append(gap_stats(logprobs, batch.sampler_logprobs)["gap"].item() / len(logprobs))
+            results[kind] = used, without = gaps[0], gaps[1]
+            if used > max_gap or without > 3 * used:
+                break
+        if used > max_gap or without < 3 * used:
+            raise UserError(
+                f"parity probe: with a large adapter on {kind} alone, engine and trainer differ by {used:.3f} nats per token, and "
+                f"by {without:.3f} without it (healthy: below {max_gap}, and several times more). The engine ignores, misplaces "
+                f"or rescales the adapter of {kind}; leave it out of --lora-targets or use another vLLM."
+            )
+    return results
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -536,23 +651,8 @@ def percentile(histogram: torch.Tensor, share: float) -> float:
 # Flags that may change when a run goes on; any other difference is refused.
 FREE_FLAGS = {
     "steps", "keep", "save_every", "eval_every", "run_name", "runs_dir", "resume", "timeout", "dry_run", "print_every",
-    "gpu_memory", "sleep", "max_tokens", "activation_checkpointing",
+    "gpu_memory", "sleep", "max_tokens", "activation_checkpointing", "no_probe",
 }  # fmt: skip
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Either the old file or the new one, also after a power cut."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def append_jsonl(path: Path, records: list[dict[str, Any]]) -> None:
-    with open(path, "a") as file:
-        file.write("".join(json.dumps(record) + "\n" for record in records))
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
@@ -633,6 +733,16 @@ def load_optimizer_tensors(
             optimizer.state[parameter] = state
 
 
+def lock_run(run_dir: Path) -> Any:
+    """One writer per run folder. Returns the open file that holds the lock; the kernel lets go when the process ends."""
+    file = open(run_dir / ".lock", "w")  # noqa: SIM115
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UserError(f"another process is training in {run_dir}; stop it, or use another --run-name.") from error
+    return file
+
+
 def open_run(args: argparse.Namespace) -> tuple[Path, Path | None]:
     """The run's folder and the checkpoint to go on from. Reads only; raises UserError before anything is touched."""
     run_dir = Path(args.runs_dir) / args.run_name
@@ -657,24 +767,6 @@ def open_run(args: argparse.Namespace) -> tuple[Path, Path | None]:
         told = ", ".join(f"--{k.replace('_', '-')} {saved.get(k)} then, {now.get(k)} now" for k in differing)
         raise UserError(f"{run_dir} was made with other flags ({told}); use those or another --run-name.")
     return run_dir, latest_checkpoint(run_dir)
-
-
-def describe_run(args: argparse.Namespace, world: int) -> dict[str, Any]:
-    """What `config.json` records: flags, versions, git commit, machine."""
-    git = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
-    )
-    return {
-        "flags": vars(args),
-        "versions": {"python": platform.python_version(), **rollout.versions()},
-        "commit": git.stdout.strip() or None,
-        "machine": {
-            "platform": platform.platform(),
-            "processors": os.cpu_count(),
-            "ranks": world,
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        },
-    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -756,6 +848,28 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--truncated", choices=["score", "zero", "mask"], default="score", help="what a cut completion earns"
     )
     group.add_argument(
+        "--overlong-buffer", type=int, default=0, help="DAPO: penalise the last tokens before the limit (off)"
+    )
+    group.add_argument(
+        "--format-bonus", type=float, default=0.0, help="paid for any readable box; invites boxing guesses"
+    )
+    group.add_argument(
+        "--reward", default=None, help="path.py:function(completion, reference) -> float instead of reward.py"
+    )
+    group.add_argument("--kl-coef", type=float, default=0.0, help="pull towards the base; costs one more forward")
+    group.add_argument(
+        "--old-logprobs",
+        choices=["sampler", "trainer"],
+        default="sampler",
+        help="the ratio's denominator; trainer costs a forward, for several --minibatches or an engine far off",
+    )
+    group.add_argument(
+        "--correction", choices=["tis", "icepop"], default="tis", help="with trainer: cap at 2, or drop outside .5 to 2"
+    )
+    group.add_argument(
+        "--no-probe", action="store_true", help="skip the start-up check that the engine uses the adapter"
+    )
+    group.add_argument(
         "--max-logprob-gap",
         type=float,
         default=0.1,
@@ -827,6 +941,27 @@ def check_flags(args: argparse.Namespace, world: int) -> None:
         raise UserError(
             f"--prompts {args.prompts} does not divide over {replicas} engines; the nearest that do: {nearest}."
         )
+
+
+def check_references(problems: list[Problem], reward: str | None) -> None:
+    """An answer that the checker cannot read could never be earned: a mistake in the data, told before training."""
+    if reward:
+        return  # one's own reward function reads its references itself
+    rows = grader.unreadable_references([problem.answer for problem in problems])
+    if rows:
+        first = problems[rows[0]]
+        raise UserError(
+            f"{len(rows)} reference answers cannot be read, the first of problem {first.id}: {first.answer[:60]!r}; drop these "
+            f"rows, or grade them yourself with --reward path.py:function."
+        )
+
+
+def load_own_reward(spec: str) -> Any:
+    """The user's reward function; a wrong path is a user's mistake."""
+    try:
+        return grader.load_reward(spec)
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def read_data(args: argparse.Namespace) -> tuple[list[Problem], list[Problem]]:
@@ -929,55 +1064,6 @@ def step_metrics(
     }
 
 
-def memory_gib() -> float:
-    """Peak memory of this rank so far in GiB: the GPU's where there is one, else the process's."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
-
-
-def sample_records(
-    step: int, problems: list[Problem], samples: list[Sample], verdicts: list[grader.Verdict], group_size: int
-) -> list[dict[str, Any]]:
-    """Lines of samples.jsonl: what was asked, said, extracted and paid."""
-    return [
-        {
-            "step": step,
-            "problem": problems[index // group_size].id,
-            "question": problems[index // group_size].problem,
-            "reference": problems[index // group_size].answer,
-            "completion": sample.text,
-            "answer": verdict.answer,
-            "reason": verdict.reason,
-            "reward": verdict.reward,
-            "tokens": len(sample.completion_ids),
-            "finish_reason": sample.finish_reason,
-            "seed": sample.seed,
-        }
-        for index, (sample, verdict) in enumerate(zip(samples, verdicts))
-    ]
-
-
-def report_step(bar: Any, m: dict[str, Any], steps: int, example: Sample | None) -> None:
-    """The bar, one dense line, and now and then a whole completion: what a person can judge."""
-    seconds = m["seconds"]
-    total = sum(seconds[phase] for phase in ("generate", "score", "train"))
-    bar.update(1)
-    bar.set_postfix_str(
-        f"reward {m['reward']:.2f} length {m['completion_tokens']:.1f} |Δlogp| {m['gap']:.4f} "
-        f"{m['sampled_tokens'] / total:.0f} tok/s"
-    )
-    bar.write(
-        f"step {m['step']:4d}/{steps}  reward {m['reward']:.3f}  mixed {m['groups_mixed']:.2f}  length {m['completion_tokens']:.1f}  "
-        f"cut {m['truncated']:.2f}  |Δlogp| {m['gap']:.4f}  kl {m['kl']:.5f}  entropy {m['entropy']:.2f}  grad {m['grad_norm']:.3f}  "
-        f"generate {seconds['generate']:.1f} s  train {seconds['train']:.1f} s"
-    )
-    if example:
-        bar.write(f"  completion: {example.text.strip()!r}")
-
-
 @contextmanager
 def timed(seconds: dict[str, float], phase: str) -> Any:
     """Adds the wall time of the block to `seconds[phase]`."""
@@ -1002,6 +1088,8 @@ def main() -> None:
     model_nvfp4.check_checkpoint(args.model)
     run_dir, checkpoint = open_run(args)
     train, heldout = read_data(args)
+    check_references([*train, *heldout], args.reward)
+    own_reward = load_own_reward(args.reward) if args.reward else None
     from transformers import AutoConfig, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -1062,7 +1150,7 @@ def main() -> None:
     model_nvfp4.load_weights(policy, args.model, seed=args.seed)
     policy.eval()  # no dropout: the ratio compares two forwards of the same network
     trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(trainable, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     adapter_config = {
         "lora_rank": args.lora_rank,
         "lora_alpha": args.lora_alpha,
@@ -1080,21 +1168,31 @@ def main() -> None:
         "dual_clip": args.dual_clip,
     }
     adapter = model_nvfp4.lora_state_dict(policy)
+    shaping = {"truncated": args.truncated, "completion_tokens": args.completion_tokens}
+    shaping |= {"overlong_buffer": args.overlong_buffer, "format_bonus": args.format_bonus}
     handover = Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
-    handover /= f"adapter-{os.getuid()}-{os.environ['MASTER_PORT']}-{rank}"  # one per rank: no shared disk in the loop
+    # One folder per rank, so that no shared disk is in the loop; the same after a kill -9, so that none is left behind.
+    handover /= f"adapter-{os.getuid()}-{zlib.crc32(str(run_dir.resolve()).encode()):08x}-{rank}"
 
     # --- Run folder --------------------------------------------------------------------------------------------------
     paths = {name: run_dir / f"{name}.jsonl" for name in ("metrics", "samples", "evaluations")}
     if rank == 0:
         run_dir.mkdir(parents=True, exist_ok=True)
+        lock = lock_run(run_dir)  # held until this process ends, however it ends
         if not (run_dir / "config.json").exists():
-            write_atomically(run_dir / "config.json", json.dumps(describe_run(args, world), indent=1))
+            write_atomically(
+                run_dir / "config.json", json.dumps(describe_run(vars(args), rollout.versions(), world), indent=1)
+            )
         for path in paths.values():  # what was logged after the last complete step is about to happen again
             kept = [r for r in read_jsonl(path) if r["step"] <= start_step]
             write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
     evaluations = read_jsonl(paths["evaluations"]) if rank == 0 else []
     metrics = read_jsonl(paths["metrics"]) if rank == 0 else []
     dist.barrier()
+
+    def push(tensors: dict[str, torch.Tensor], version: int = -1) -> None:
+        model_nvfp4.save_adapter(handover, tensors, **adapter_config)
+        push_adapter(engine, handover, version=version)
 
     def evaluate_heldout(step: int) -> None:
         """Held-out accuracy of the policy after `step` updates; once per step, also when a run goes on."""
@@ -1103,8 +1201,7 @@ def main() -> None:
         if not heldout or done[0]:
             return
         with awake(engine):
-            model_nvfp4.save_adapter(handover, adapter, **adapter_config)
-            push_adapter(engine, handover, version=step)
+            push(adapter, step)
             report = evaluate(
                 engine,
                 tokenizer,
@@ -1125,7 +1222,25 @@ def main() -> None:
     from tqdm import tqdm
 
     bar = tqdm(total=args.steps, initial=start_step, desc="GRPO", disable=rank != 0, dynamic_ncols=True)
-    evaluate_heldout(0) if start_step == 0 else None
+    if not args.no_probe:
+        probe_prompts = [prompt_ids[p.problem] for p in next_problems(train, start_step, 4, args.seed)]
+        probe = parity_probe(
+            engine,
+            policy,
+            adapter,
+            probe_prompts,
+            push=push,
+            max_tokens=min(16, args.completion_tokens),
+            max_gap=args.max_logprob_gap,
+        )
+        worst = max(probe, key=lambda kind: probe[kind][0])
+        apart = min(without / used for used, without in probe.values())
+        say(
+            f"parity probe: the engine uses the adapter on {', '.join(probe)}; |Δlogp| at most {probe[worst][0]:.3f} ({worst}), "
+            f"without the adapter at least {apart:.0f} times that"
+        )
+    if start_step == 0:
+        evaluate_heldout(0)
     bad_steps = 0
 
     # --- GRPO --------------------------------------------------------------------------------------------------------
@@ -1136,8 +1251,7 @@ def main() -> None:
         seeds = [sample_seed(args.seed, step, p.id, g) for p in problems for g in range(args.group_size)]  # N
         with timed(seconds, "generate"), awake(engine):
             with timed(seconds, "push"):
-                model_nvfp4.save_adapter(handover, adapter, **adapter_config)
-                push_adapter(engine, handover, version=step)
+                push(adapter, step)
             samples = generate(
                 engine,
                 prompts,
@@ -1149,30 +1263,37 @@ def main() -> None:
         with timed(seconds, "score"):
             references = [p.answer for p in problems for _ in range(args.group_size)]
             verdicts = grader.score([s.text for s in samples], references)  # N
-            masked = [args.truncated == "mask" and s.finish_reason == "length" for s in samples]  # N
-            rewards = torch.tensor([v.reward for v in verdicts]).view(args.prompts, args.group_size)  # (P, G)
-            if args.truncated == "zero":
-                cut = torch.tensor([s.finish_reason == "length" for s in samples]).view_as(rewards)  # (P, G)
-                rewards = rewards.masked_fill(cut, 0.0)  # (P, G)
+            values, masked = shape_rewards(samples, verdicts, references, own_reward, **shaping)  # N, N
+            rewards = torch.tensor(values).view(args.prompts, args.group_size)  # (P, G)
         with timed(seconds, "train"):
             advantages = group_advantages(rewards, args.advantage_scale)  # (P, G)
             segments = make_segments(samples, advantages, args.max_tokens, masked)
             optimizer.param_groups[0]["lr"] = lr = learning_rate(args.lr, step, args.steps, args.warmup, args.schedule)
+            chunks = [segments[part :: args.minibatches] for part in range(args.minibatches)]
+            batches = [[pack(row).to(device) for row in balance(c, world, args.max_tokens)[rank]] for c in chunks]
+            if args.old_logprobs == "trainer" or args.kl_coef:
+                everything = [batch for part in batches for batch in part]
+                annotate(policy, everything, args.temperature, args.old_logprobs, args.correction, args.kl_coef > 0)
             stats, norms = [], []
-            for part in range(args.minibatches):  # optimizer steps on this rollout; one, unless asked for more
-                chunk = segments[part :: args.minibatches]
+            for part, chunk in enumerate(chunks):  # optimizer steps on this rollout; one, unless asked for more
                 num_tokens = sum(len(ids) for s in chunk for ids, _, _ in s.completions)
                 denominator = loss_denominator(
                     args.loss, num_tokens, len(samples), args.completion_tokens
                 )  # of all ranks
-                for row in balance(chunk, world, args.max_tokens)[rank]:
-                    batch = pack(row).to(device)
+                for batch in batches[part]:
                     logprobs, entropy = token_logprobs(policy, batch, args.temperature)  # (S,), (S,)
                     loss, row_stats = policy_loss(
-                        logprobs, batch.old_logprobs, batch.advantages, batch.samples, denominator, **loss_settings
+                        logprobs,
+                        batch.old_logprobs,
+                        batch.advantages,
+                        batch.samples,
+                        denominator,
+                        weights=batch.corrections,
+                        reference_logprobs=batch.reference_logprobs,
+                        **loss_settings,
                     )
                     (loss * batch.weight * world).backward()  # FSDP averages over ranks; the loss wants the sum
-                    row_stats |= gap_stats(logprobs, batch.old_logprobs) | {
+                    row_stats |= gap_stats(logprobs, batch.sampler_logprobs) | {
                         "entropy": entropy.sum(),
                         "loss": loss.detach(),
                     }
@@ -1188,7 +1309,7 @@ def main() -> None:
         if rank == 0:
             metrics.append(m)
             append_jsonl(paths["metrics"], [m])
-            append_jsonl(paths["samples"], sample_records(done, problems, samples, verdicts, args.group_size))
+            append_jsonl(paths["samples"], sample_records(done, problems, samples, verdicts, values))
             report_step(bar, m, args.steps, samples[0] if step % args.print_every == 0 else None)
         bad_steps = bad_steps + 1 if m["skipped"] else 0
         check_step(m, args.max_logprob_gap, bad_steps, paths["samples"])
@@ -1212,6 +1333,7 @@ def main() -> None:
         if heldout:
             print(outcome(evaluations))
         print(f"adapter in {run_dir / 'adapter'}, curves in {run_dir / 'curves.png'}")
+        lock.close()
     shutil.rmtree(handover, ignore_errors=True)
     rollout.shutdown(engine)
 

@@ -125,8 +125,8 @@ def single(dense_folder, tmp_path_factory):
         (2, {}),
         (2, {"checkpointing": True}),
         (2, {"reshard": False}),
-        (4, {}),
-        (4, {"hsdp": True, "checkpointing": True}),
+        pytest.param(4, {}, marks=pytest.mark.slow),
+        pytest.param(4, {"hsdp": True, "checkpointing": True}, marks=pytest.mark.slow),
     ],
 )
 def test_ranks_agree_with_one(single, dense_folder, tmp_path, world, options):

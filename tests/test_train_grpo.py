@@ -1,6 +1,7 @@
 """The GRPO step: pure functions against published values and slow references. `pytest tests/test_train_grpo.py`."""
 
 import copy
+import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -28,6 +29,7 @@ from train_grpo import (
     per_sample,
     percentile,
     policy_loss,
+    shape_rewards,
 )
 
 # --- Advantages ------------------------------------------------------------------------------------------------------
@@ -231,6 +233,42 @@ def test_every_epoch_asks_every_problem_once():
     assert sorted(asked[:10]) == sorted(asked[10:]) == sorted(p.id for p in problems)
     assert asked[:10] != asked[10:]
     assert [p.id for p in next_problems(problems, 2, 4, 3)] == asked[8:12]  # a function of the step alone
+
+
+# --- Rewards ---------------------------------------------------------------------------------------------------------
+
+
+def test_rewards_are_shaped_by_flags_alone():
+    def finished(length, reason, text=r"\boxed{1}"):
+        return Sample([1], [2] * length, [0.0] * length, text, reason, 0)
+
+    samples = [finished(50, "stop"), finished(90, "stop"), finished(100, "length"), finished(10, "stop", "no box")]
+    references = ["1"] * 4
+    verdicts = train_grpo.grader.score([s.text for s in samples], references)
+    plain = {"truncated": "score", "completion_tokens": 100, "overlong_buffer": 0, "format_bonus": 0.0}
+    assert shape_rewards(samples, verdicts, references, **plain) == ([1, 1, 1, 0], [False] * 4)
+    assert shape_rewards(samples, verdicts, references, **plain | {"truncated": "zero"}) == ([1, 1, 0, 0], [False] * 4)
+    masked = shape_rewards(samples, verdicts, references, **plain | {"truncated": "mask"})
+    assert masked == ([1, 1, 0, 0], [False, False, True, False])
+    # TRL's soft overlong values: of 100 with a buffer of 20, length 50 costs 0, 90 costs .5, 100 costs 1
+    rewards, _ = shape_rewards(samples, verdicts, references, **plain | {"overlong_buffer": 20})
+    assert rewards == pytest.approx([1, 0.5, 0, 0])
+    rewards, _ = shape_rewards(samples, verdicts, references, **plain | {"format_bonus": 0.1})
+    assert rewards == pytest.approx([1.1, 1.1, 1.1, 0])
+    own, _ = shape_rewards(samples, verdicts, references, lambda completion, reference: len(completion), **plain)
+    assert own == [len(s.text) for s in samples]
+
+
+def test_unreadable_references_and_a_missing_reward_function_are_told_before_training(tmp_path):
+    good, _ = arithmetic_problems(0)
+    train_grpo.check_references(good[:5], None)
+    bad = [good[0], dataclasses.replace(good[1], answer="???")]
+    with pytest.raises(UserError, match=f"of problem {bad[1].id}"):
+        train_grpo.check_references(bad, None)
+    with pytest.raises(UserError, match="no such Python file"):
+        train_grpo.load_own_reward("nowhere.py:reward")
+    (tmp_path / "mine.py").write_text("def half(completion, reference):\n    return 0.5\n")
+    assert train_grpo.load_own_reward(f"{tmp_path}/mine.py:half")("a", "b") == 0.5
 
 
 # --- Micro-batches ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,145 @@
+"""The training phase against the naive one: padded rows of 16, logits of all positions in fp32. One process, ratios.
+
+    python tests/benchmarks/bench_step.py [--groups 8] [--rounds 3]
+    python tests/benchmarks/bench_step.py --memory ours|naive     # peak of 8 rows of 2048 tokens, one side a process
+
+Both sides train the same samples of the embedded task on the same NVFP4 weights and must give the same gradient.
+"""
+
+import argparse
+import os
+import random
+import resource
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import model_nvfp4
+import train_grpo
+from rollout import Sample, encode_prompts
+
+
+class NaivePolicy(nn.Module):
+    """What a first version does: right-padded rows, one row per sample, log_softmax over (rows, T, V)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        logits = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits[:, :-1].float()
+        return F.log_softmax(logits, -1).gather(2, input_ids[:, 1:, None])[..., 0]  # (rows, T-1)
+
+
+def build(model_dir: str, policy_class: type, attention: str) -> nn.Module:
+    model = model_nvfp4.build_model(model_dir, lora_rank=16, lora_alpha=32, attn_implementation=attention)
+    policy = policy_class(model)
+    model_nvfp4.shard(policy)
+    model_nvfp4.load_weights(policy, model_dir, seed=0)
+    generator = torch.Generator().manual_seed(0)
+    tensors = model_nvfp4.lora_state_dict(policy)
+    noisy = {name: t + 0.01 * torch.randn(t.shape, generator=generator) for name, t in tensors.items()}
+    model_nvfp4.load_lora_state_dict(policy, noisy)
+    return policy.eval()
+
+
+def train_ours(policy: nn.Module, samples: list[Sample], advantages: torch.Tensor, max_tokens: int = 8192) -> None:
+    segments = train_grpo.make_segments(samples, advantages, max_tokens)
+    num_tokens = sum(len(s.completion_ids) for s in samples)
+    for row in train_grpo.balance(segments, 1, max_tokens)[0]:
+        batch = train_grpo.pack(row)
+        logprobs, _ = train_grpo.token_logprobs(policy, batch, 1.0)
+        train_grpo.policy_loss(logprobs, logprobs.detach(), batch.advantages, batch.samples, num_tokens)[0].backward()
+
+
+def train_naive(policy: nn.Module, samples: list[Sample], advantages: torch.Tensor, rows: int = 16) -> None:
+    num_tokens = sum(len(s.completion_ids) for s in samples)
+    for start in range(0, len(samples), rows):
+        part = samples[start : start + rows]
+        longest = max(len(s.prompt_ids) + len(s.completion_ids) for s in part)
+        ids = torch.zeros(len(part), longest, dtype=torch.long)  # (rows, T)
+        seen, trained = torch.zeros_like(ids), torch.zeros_like(ids)  # (rows, T), (rows, T)
+        for i, s in enumerate(part):
+            n, m = len(s.prompt_ids), len(s.prompt_ids) + len(s.completion_ids)
+            ids[i, :m] = torch.tensor(s.prompt_ids + s.completion_ids)
+            seen[i, :m], trained[i, n:m] = 1, 1
+        logprobs = policy(ids, seen)  # (rows, T-1)
+        weight = advantages.flatten()[start : start + rows, None] * trained[:, 1:]  # (rows, T-1)
+        (-(logprobs - logprobs.detach()).exp() * weight).sum().div(num_tokens).backward()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default="models/SmolLM2-135M-Instruct-NVFP4")
+    parser.add_argument("--groups", type=int, default=8, help="groups of 8 with spread, about half of a step's 16")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--memory", choices=["ours", "naive"])
+    args = parser.parse_args()
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        os.environ.setdefault(name, value)
+    dist.init_process_group("gloo")
+    train_grpo.register_attention()
+    rng = random.Random(0)
+
+    def words(n: int) -> list[int]:
+        return [rng.randrange(100, 40000) for _ in range(n)]
+
+    if args.memory:
+        samples = [Sample(words(48), words(2000), [-9.0] * 2000, "", "stop", 0) for _ in range(8)]
+        for sample in samples:
+            sample.prompt_ids = samples[0].prompt_ids
+        advantages = torch.randn(1, 8)
+        if args.memory == "ours":
+            policy = build(args.model, train_grpo.Policy, "grouped")
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            train_ours(policy, samples, advantages, max_tokens=2048)
+        else:
+            policy = build(args.model, NaivePolicy, "sdpa")
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            train_naive(policy, samples, advantages, rows=8)
+        after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        print(f"{args.memory}: peak {after / 2**20:.2f} GiB, {before / 2**20:.2f} GiB of it before the step")
+        return
+
+    from transformers import AutoTokenizer
+
+    problems = train_grpo.arithmetic_problems(0)[0][: args.groups]
+    prompts = encode_prompts(AutoTokenizer.from_pretrained(args.model), [p.messages for p in problems])
+    lengths = [rng.randrange(8, 20) for _ in range(8 * args.groups)]  # 13 tokens on average, as in the job
+    samples = [Sample(prompts[i // 8], words(n), [-9.0] * n, "", "stop", 0) for i, n in enumerate(lengths)]
+    advantages = torch.randn(args.groups, 8, generator=torch.Generator().manual_seed(1))
+    sides = {
+        "ours": (build(args.model, train_grpo.Policy, "grouped"), train_ours),
+        "naive": (build(args.model, NaivePolicy, "sdpa"), train_naive),
+    }
+    seconds: dict[str, list[float]] = {"ours": [], "naive": []}
+    gradients = {}
+    for turn in range(args.rounds + 1):
+        for name, (policy, train) in sides.items():
+            policy.zero_grad()
+            start = time.perf_counter()
+            train(policy, samples, advantages)
+            if turn:  # the first round warms up
+                seconds[name].append(time.perf_counter() - start)
+            parts = [p.grad.full_tensor().flatten() for p in policy.parameters() if p.requires_grad]
+            gradients[name] = torch.cat(parts)
+    ours, naive = gradients["ours"], gradients["naive"]
+    tokens = sum(lengths)
+    print(f"{os.cpu_count()} processors, {len(samples)} samples, {tokens} completion tokens, {args.rounds} rounds")
+    for name, values in seconds.items():
+        print(
+            f"{name:6s} {statistics.median(values):6.2f} s  {tokens / statistics.median(values):6.0f} completion tokens/s"
+        )
+    print(f"naive / ours {statistics.median(b / a for a, b in zip(seconds['ours'], seconds['naive'])):.2f}")
+    print(f"gradients differ by {((ours - naive).norm() / naive.norm()).item():.4f} relative (bf16)")
+
+
+if __name__ == "__main__":
+    main()

