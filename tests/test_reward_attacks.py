@@ -250,7 +250,7 @@ def run():
 threading.Thread(target=run).start()
 for thread in threading.enumerate()[1:]:
     thread.join()
-print(json.dumps([results, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024]))
+print(json.dumps([results, int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) // 1024]))
 """
 
 
