@@ -28,6 +28,7 @@ import tempfile
 import time
 import zlib
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -313,7 +314,7 @@ def grouped_attention(
     module: nn.Module,
     query: torch.Tensor,  # (1, heads, T, D)
     key: torch.Tensor,  # (1, kv_heads, T, D)
-    value: torch.Tensor,  # (1, kv_heads, T, D)
+    value: torch.Tensor,  # (1, kv_heads, T, D of the values)
     attention_mask: torch.Tensor,  # (1, 1, 3, T): `Batch.layout`
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -325,37 +326,134 @@ def grouped_attention(
     """Attention of one packed row: a completion sees its prompt and itself, segments never see each other.
 
     The layout travels where a 4-D attention mask would: transformers hands such a tensor through to the attention function
-    untouched, so no model needs a line of code for this. Segment by segment, so the cost is Σ t², not T².
+    untouched, so no model needs a line of code for this. On a GPU flash attention over (queries, visible keys) pairs; else,
+    and for soft caps and sinks, which flash attention has not, `BlockAttention`.
     """
-    outputs = []
-    start = 0
-    _, lengths = torch.unique_consecutive(attention_mask[0, 0, 0], return_counts=True)  # (segments,)
-    groups = query.shape[1] // key.shape[1]
-    for length in lengths.tolist():
-        part = slice(start, start + length)
-        completion, position = attention_mask[0, 0, 1, part], attention_mask[0, 0, 2, part]  # (t,)
-        visible = (completion == 0) | (completion[:, None] == completion)  # (t, t)
-        visible &= position[:, None] >= position
-        if sliding_window is not None:
-            visible &= position > position[:, None] - sliding_window
-        q, k, v = query[:, :, part], key[:, :, part], value[:, :, part]  # (1, heads, t, D)
-        if softcap is None and s_aux is None:
-            output = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=visible, scale=scaling, enable_gqa=groups > 1
-            )  # (1, heads, t, D)
-        else:
-            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)  # (1, heads, t, D)
-            scores = (q @ k.transpose(2, 3)).float() * (scaling or q.shape[-1] ** -0.5)  # (1, heads, t, t)
-            if softcap is not None:
-                scores = softcap * torch.tanh(scores / softcap)
-            scores = scores.masked_fill(~visible, -math.inf)
-            if s_aux is not None:  # gpt-oss: a learned score per head that takes probability and gives nothing
-                sink = s_aux.float().reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)  # (1, heads, t, 1)
-                scores = torch.cat([scores, sink], -1)  # (1, heads, t, t+1)
-            output = (scores.softmax(-1)[..., :length].to(v.dtype)) @ v  # (1, heads, t, D)
-        outputs.append(output)
+    layout = attention_mask[0, 0]  # (3, T)
+    scaling = scaling or query.shape[-1] ** -0.5
+    plain = softcap is None and s_aux is None and query.shape[-1] == value.shape[-1] <= 256
+    if query.is_cuda and plain and query.dtype != torch.float32:
+        from torch.nn.attention.varlen import varlen_attn
+
+        if not hasattr(attention_mask, "visits"):  # every layer gets the same tensor: once a row is enough
+            attention_mask.visits = visits(layout)  # type: ignore[attr-defined]
+        seen, query_ends, key_ends = attention_mask.visits  # (K,), (visits + 1,), (visits + 1,)
+        output = varlen_attn(
+            query[0].transpose(0, 1),  # (T, heads, D)
+            key[0].transpose(0, 1)[seen],  # (K, kv_heads, D)
+            value[0].transpose(0, 1)[seen],  # (K, kv_heads, D)
+            query_ends,
+            key_ends,
+            int(query_ends.diff().max()),
+            int(key_ends.diff().max()),
+            scale=scaling,
+            window_size=(sliding_window - 1 if sliding_window else -1, 0),
+            enable_gqa=True,
+        )  # (T, heads, D)
+        return output[None], None  # (1, T, heads, D)
+    output = BlockAttention.apply(query, key, value, layout, scaling, sliding_window, softcap, s_aux)
+    return output.transpose(1, 2), None  # (1, T, heads, D)
+
+
+def visits(layout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A layout (3, T) as causal (queries, keys) pairs, what variable-length flash attention takes: each prompt visits
+    itself, each completion visits its prompt and itself, aligned at their last tokens. Returns which token each key is (K,)
+    and where each visit's queries and keys end, (visits + 1,) int32 each, with a zero in front.
+    """
+    (_, completion), count = layout[:2].cpu().unique_consecutive(dim=1, return_counts=True)  # (2, visits), (visits,)
+    order, start, seen, prompt = torch.arange(layout.shape[1]), 0, [], slice(0)
+    for which, length in zip(completion.tolist(), count.tolist()):
+        own = slice(start, start + length)
+        if which == 0:
+            prompt = own
+        seen.append(order[own] if which == 0 else torch.cat([order[prompt], order[own]]))
         start += length
-    return torch.cat(outputs, 2).transpose(1, 2), None  # (1, T, heads, D)
+    query_ends = F.pad(count.cumsum(0), (1, 0)).int()  # (visits + 1,)
+    key_ends = F.pad(torch.tensor([len(keys) for keys in seen]).cumsum(0), (1, 0)).int()  # (visits + 1,)
+    return torch.cat(seen).to(layout.device), query_ends.to(layout.device), key_ends.to(layout.device)
+
+
+class BlockAttention(torch.autograd.Function):
+    """Attention by its definition, a segment and `ROWS` queries at a time; probabilities are made again in backward.
+
+    On a CPU three times faster than torch's own (whose backward takes six times its forward), and exact for soft caps
+    (Gemma 2) and sinks (gpt-oss: a learned score per head that takes probability and gives nothing).
+    """
+
+    ROWS = 512
+
+    @staticmethod
+    def blocks(layout: torch.Tensor, window: int | None) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+        """Slices of a row's keys and queries, and what to add to their scores, (queries, keys): 0 or −inf."""
+        start = 0
+        _, lengths = layout[0].unique_consecutive(return_counts=True)  # (segments,)
+        for length in lengths.tolist():
+            for first in range(start, start + length, BlockAttention.ROWS):
+                rows = slice(first, min(first + BlockAttention.ROWS, start + length))
+                keys = slice(start, rows.stop)  # nobody sees what comes later in the row
+                (completion, position), (own, at) = layout[1:, keys], layout[1:, rows, None]  # (keys,) ×2, (rows, 1) ×2
+                hidden = ((completion != 0) & (completion != own)) | (position > at)  # (rows, keys)
+                if window is not None:
+                    hidden |= position <= at - window
+                yield keys, rows, torch.zeros(hidden.shape, device=layout.device).masked_fill_(hidden, -math.inf)
+            start += length
+
+    @staticmethod
+    def probabilities(
+        query: torch.Tensor,  # (kv_heads, group · rows, D)
+        key: torch.Tensor,  # (kv_heads, keys, D)
+        mask: torch.Tensor,  # (rows, keys)
+        scaling: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,  # (heads,)
+    ) -> tuple[torch.Tensor, Any]:
+        """(kv_heads, group · rows, keys) in fp32, and ∂score/∂(q·k), a number unless there is a soft cap."""
+        scores = (query.float() @ key.float().transpose(1, 2)).mul_(scaling)  # (kv_heads, group · rows, keys)
+        slope: Any = scaling
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap)  # (kv_heads, group · rows, keys)
+            slope = scaling * (1 - scores**2)  # (kv_heads, group · rows, keys)
+            scores = scores * softcap  # (kv_heads, group · rows, keys)
+        scores = scores.view(len(key), -1, *mask.shape).add_(mask)  # (kv_heads, group, rows, keys)
+        if sinks is not None:
+            sink = sinks.float().view(len(key), -1, 1, 1).expand(*scores.shape[:3], 1)  # (kv_heads, group, rows, 1)
+            scores = torch.cat([scores, sink], -1)  # (kv_heads, group, rows, keys + 1)
+        return scores.softmax(-1)[..., : mask.shape[1]].flatten(1, 2), slope  # (kv_heads, group · rows, keys)
+
+    @staticmethod
+    def forward(ctx, query, key, value, layout, scaling, window, softcap, sinks):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(query, key, value, layout, sinks)
+        ctx.settings = scaling, window, softcap
+        query, key, value = query[0], key[0], value[0]  # (heads, T, D), (kv_heads, T, D) ×2
+        output = query.new_empty(*query.shape[:2], value.shape[-1])  # (heads, T, D)
+        for keys, rows, mask in BlockAttention.blocks(layout, window):
+            q = query[:, rows].reshape(len(key), -1, query.shape[-1])  # (kv_heads, group · rows, D)
+            p, _ = BlockAttention.probabilities(q, key[:, keys], mask, scaling, softcap, sinks)
+            output[:, rows] = (p.to(value.dtype) @ value[:, keys]).view(len(query), -1, value.shape[-1])
+        return output[None]  # (1, heads, T, D)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        query, key, value, layout, sinks = ctx.saved_tensors
+        scaling, window, softcap = ctx.settings
+        query, key, value, grad = (
+            query[0],
+            key[0],
+            value[0],
+            grad[0],
+        )  # (heads, T, D), (kv_heads, T, D) ×2, (heads, T, D)
+        grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        for keys, rows, mask in BlockAttention.blocks(layout, window):
+            q = query[:, rows].reshape(len(key), -1, query.shape[-1])  # (kv_heads, group · rows, D)
+            g = grad[:, rows].reshape(len(key), -1, value.shape[-1])  # (kv_heads, group · rows, D)
+            p, slope = BlockAttention.probabilities(q, key[:, keys], mask, scaling, softcap, sinks)
+            grad_value[:, keys] += p.to(g.dtype).transpose(1, 2) @ g
+            grad_p = (g @ value[:, keys].transpose(1, 2)).float()  # (kv_heads, group · rows, keys)
+            grad_p -= torch.linalg.vecdot(p, grad_p)[..., None]
+            inner = grad_p.mul_(p).mul_(slope).to(q.dtype)  # (kv_heads, group · rows, keys)
+            grad_query[:, rows] = (inner @ key[:, keys]).view(len(query), -1, query.shape[-1])
+            grad_key[:, keys] += inner.transpose(1, 2) @ q
+        return grad_query[None], grad_key[None], grad_value[None], None, None, None, None, None
 
 
 class TokenLogprobs(torch.autograd.Function):
@@ -376,28 +474,30 @@ class TokenLogprobs(torch.autograd.Function):
         multiplier: float,
         softcap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        num_tokens, chunk = targets.shape[0], max(16, 2**25 // weight.shape[0])  # chunks of 128 MB of fp32 logits
+        num_tokens = targets.shape[0]
+        # fp32 logits of a chunk: 128 MB on a GPU, to keep its matmul busy; 8 MB on a CPU, to stay in the cache.
+        chunk = max(16, (2**25 if hidden.is_cuda else 2**21) // weight.shape[0])
         logprobs = hidden.new_empty(num_tokens, dtype=torch.float32)  # (S,)
         entropy = hidden.new_empty(num_tokens, dtype=torch.float32)  # (S,)
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None  # (S, H)
         for start in range(0, num_tokens, chunk):
             part = slice(start, start + chunk)
             logits = F.linear(hidden[part], weight, bias).float()  # (chunk, V)
-            logits *= multiplier
-            if softcap is not None:
-                logits = softcap * torch.tanh(logits / softcap)
-            slope = multiplier / temperature
-            if softcap is not None:
-                slope = slope * (1 - (logits / softcap) ** 2)  # (chunk, V)
-            logits /= temperature
-            logz = torch.logsumexp(logits, -1)  # (chunk,)
+            slope: Any = multiplier / temperature
+            if softcap is None:
+                logits *= slope
+            else:
+                logits = torch.tanh(logits * (multiplier / softcap))  # (chunk, V)
+                slope = slope * (1 - logits**2)  # (chunk, V)
+                logits *= softcap / temperature
             target = targets[part, None]  # (chunk, 1)
+            probabilities = logits.softmax(-1)  # (chunk, V)
+            logz = logits.amax(-1) - probabilities.amax(-1).log()  # (chunk,); on a CPU far cheaper than V exponentials
             logprobs[part] = logits.gather(1, target)[:, 0] - logz
-            probabilities = torch.exp(logits - logz[:, None])  # (chunk, V)
             entropy[part] = logz - torch.linalg.vecdot(probabilities, logits)
             if gradient is not None:
-                difference = probabilities.neg_().scatter_add_(1, target, torch.ones_like(target, dtype=torch.float32))
-                gradient[part] = (difference * slope).to(weight.dtype) @ weight  # (chunk, H)
+                difference = probabilities.scatter_add_(1, target, -torch.ones_like(logz)[:, None]).mul_(-slope)
+                gradient[part] = difference.to(weight.dtype) @ weight  # (chunk, H)
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy

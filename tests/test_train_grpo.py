@@ -352,6 +352,86 @@ def tiny_model(request):
     return models
 
 
+def layout_of(row):
+    """(1, 1, 3, T) of [(prompt tokens, [completion tokens, …]), …]."""
+    segment, completion, position = [], [], []
+    for number, (prompt, completions) in enumerate(row):
+        for which, length in enumerate([prompt, *completions]):
+            start = prompt if which else 0
+            segment += [number] * length
+            completion += [which] * length
+            position += range(start, start + length)
+    return torch.tensor([[[segment, completion, position]]], dtype=torch.int32)
+
+
+def attention_by_definition(query, key, value, layout, scaling, window, softcap, sinks):
+    """(1, heads, T, D): every pair of tokens scored, those that must not see each other set to −inf."""
+    segment, completion, position = layout[0, 0]
+    visible = (segment[:, None] == segment) & ((completion == 0) | (completion[:, None] == completion))
+    visible &= position[:, None] >= position
+    if window:
+        visible &= position > position[:, None] - window
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.transpose(2, 3) * scaling
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible, -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[None, :, None, None].expand(1, -1, scores.shape[2], 1)], -1)
+    return scores.softmax(-1)[..., : query.shape[2]] @ value
+
+
+ROW = [(7, [3, 0, 5, 4]), (4, [2, 9]), (12, [1])]  # 0: a completion of one token, which is no input
+
+
+@pytest.mark.parametrize("rows", [512, 5])
+@pytest.mark.parametrize(
+    ("window", "softcap", "with_sinks", "value_size"),
+    [(None, None, False, 8), (4, None, False, 8), (None, 2.0, False, 8), (None, None, True, 8), (3, 1.5, True, 5)],
+)
+def test_block_attention_is_attention_by_its_definition(monkeypatch, rows, window, softcap, with_sinks, value_size):
+    monkeypatch.setattr(train_grpo.BlockAttention, "ROWS", rows)
+    torch.manual_seed(0)
+    layout = layout_of(ROW)
+    shapes = [(6, 8), (2, 8), (2, value_size)]
+    exact = [torch.randn(1, h, layout.shape[-1], d, dtype=torch.float64, requires_grad=True) for h, d in shapes]
+    ours = [tensor.detach().float().requires_grad_() for tensor in exact]
+    sinks = torch.randn(6) if with_sinks else None
+    expected = attention_by_definition(*exact, layout, 0.3, window, softcap, sinks)
+    output, _ = train_grpo.grouped_attention(
+        None, *ours, layout, scaling=0.3, sliding_window=window, softcap=softcap, s_aux=sinks
+    )
+    grad = torch.randn_like(expected)
+    expected.backward(grad)
+    output.backward(grad.float().transpose(1, 2))
+    torch.testing.assert_close(output.transpose(1, 2).double(), expected, atol=2e-6, rtol=1e-5)
+    for mine, theirs in zip(ours, exact):
+        torch.testing.assert_close(mine.grad.double(), theirs.grad, atol=5e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_visits_are_the_same_attention_as_causal_pairs(window):
+    """What the flash kernel of a GPU gets, done with torch's own attention: causal, aligned at the last tokens."""
+    torch.manual_seed(0)
+    layout = layout_of(ROW)
+    query, key, value = (torch.randn(1, heads, layout.shape[-1], 8) for heads in (6, 2, 2))
+    seen, query_ends, key_ends = train_grpo.visits(layout[0, 0])
+    assert (query_ends[-1], key_ends[-1]) == (layout.shape[-1], len(seen))
+    outputs = []
+    for visit in range(len(query_ends) - 1):
+        rows, keys = slice(*query_ends[visit : visit + 2]), seen[slice(*key_ends[visit : visit + 2])]
+        q = query[:, :, rows]
+        causal = torch.ones(q.shape[2], len(keys), dtype=torch.bool).tril(len(keys) - q.shape[2])
+        if window:  # flash attention's window_size = (window - 1, 0)
+            causal = causal.triu(len(keys) - q.shape[2] - (window - 1))
+        outputs.append(
+            F.scaled_dot_product_attention(q, key[:, :, keys], value[:, :, keys], attn_mask=causal, enable_gqa=True)
+        )
+    expected = attention_by_definition(query, key, value, layout, 8**-0.5, window, None, None)
+    torch.testing.assert_close(torch.cat(outputs, 2), expected, atol=2e-6, rtol=1e-5)
+
+
 def test_shared_prompts_give_the_gradients_of_separate_rows(tiny_model):
     """One packed row of three groups against one forward per sample: log-probs, entropies and all gradients."""
     grouped, eager = tiny_model
@@ -386,6 +466,8 @@ def test_shared_prompts_give_the_gradients_of_separate_rows(tiny_model):
     for name, parameter in grouped.named_parameters():
         if "lm_head" in name:
             continue  # frozen by design: TokenLogprobs makes no gradient for the head
+        if "sinks" in name:
+            continue  # frozen too: BlockAttention makes none for them
         if "embed" in name and grouped.config.tie_word_embeddings:
             continue
         torch.testing.assert_close(parameter.grad, trained[name].grad, atol=2e-5, rtol=1e-4, msg=name)
