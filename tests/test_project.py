@@ -1,6 +1,5 @@
 """The folder itself: lint, requirements, the promises of the README. `pytest tests/test_project.py`."""
 
-import os
 import re
 import subprocess
 import sys
@@ -78,20 +77,3 @@ def test_help_of_the_trainer_names_every_flag_with_its_trade_off():
     for flag in vars(train_grpo.parse_args(["--model", "m"])):
         assert f"--{flag.replace('_', '-')}" in help_text
     assert not re.search(r"^  --\S+( \S+)?$\n(?!\s{20,}\w)", help_text, re.M), "a flag without help"
-
-
-@pytest.mark.parametrize("words", [["--dry-run"], ["--recipe", "smoke", "--dry-run", "--seed", "3"]])
-def test_dry_run_checks_and_prints_what_would_run(words):
-    if not (PROJECT / "models" / "SmolLM2-135M-Instruct-NVFP4").is_dir():
-        pytest.skip("the embedded model is missing; `bash launch.sh test` makes it")
-    done = subprocess.run(
-        ["bash", "launch.sh", *words],
-        cwd=PROJECT,
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"NPROC": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert "24 steps of 16 × 8 samples on 1 rank" in done.stdout
-    assert f"arithmetic-seed{words[-1] if words[-1].isdigit() else 0}" in done.stdout
