@@ -176,7 +176,7 @@ def test_set_up_is_not_repeated_and_does_not_race(folder):
 
 def test_several_nodes_by_hand(folder):
     for rank in ("0", "1"):
-        by_hand = {"NNODES": "2", "NODE_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29777", "NPROC": "2"}
+        by_hand = {"NNODES": "2", "NODE_RANK": rank, "MASTER_ADDR": "127.0.0.2", "MASTER_PORT": "29777", "NPROC": "2"}
         started, _ = launch(folder, **by_hand)
         (_, _, check_env), (_, words, env) = started
         assert check_env["WORLD_SIZE"] == "4"
@@ -185,8 +185,8 @@ def test_several_nodes_by_hand(folder):
             "--nnodes": "2",
             "--rdzv-backend": "c10d",
             "--rdzv-id": "grpo",
-            "--rdzv-endpoint": "127.0.0.1:29777",
-            "--local-addr": "127.0.0.1",
+            "--rdzv-endpoint": "127.0.0.2:29777",
+            "--local-addr": "127.0.0.1",  # the address by which this machine reaches the master
             "--rdzv-conf": f"is_host={1 - int(rank)},join_timeout=600,read_timeout=600",
             "--nproc-per-node": "2",
         }
