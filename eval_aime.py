@@ -716,7 +716,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--model", type=Path, help="model folder, NVFP4 or any other that vLLM serves")
     add("--adapter", type=Path, help="PEFT folder trained on it, such as runs/NAME/adapter")
     add("--tp", type=int, default=1, help="consecutive ranks that share one engine; for models too big for one GPU")
-    add("--gpu-memory", type=float, default=0.9, help="share of a GPU that vLLM may use; more holds more samples")
+    add(
+        "--gpu-memory-utilization",
+        type=float,
+        default=0.9,
+        help="share of a GPU that vLLM may use; more holds more samples",
+    )
     add("--engine-args", type=json.loads, default={}, help="JSON of further arguments of vllm.LLM")
 
     add = parser.add_argument_group("problems").add_argument
@@ -790,7 +795,7 @@ def run(args: argparse.Namespace) -> None:
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     engine = rollout.build_engine(
         str(args.model), max_model_len=longest + max_tokens, max_lora_rank=lora_rank, seed=args.seed, tp=args.tp,
-        sleep="off", gpu_memory_utilization=args.gpu_memory, engine_args=engine_args,
+        sleep="off", gpu_memory_utilization=args.gpu_memory_utilization, engine_args=engine_args,
     )  # fmt: skip
     with rollout.awake(engine):
         if args.adapter:

