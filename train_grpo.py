@@ -479,6 +479,22 @@ def token_logprobs(policy: nn.Module, batch: Batch, temperature: float) -> tuple
     return policy(batch.input_ids, batch.position_ids, batch.layout, batch.sources, batch.targets, temperature)
 
 
+@contextmanager
+def adapter_off(policy: nn.Module) -> Any:
+    """Inside, the adapter counts zero times and the policy is the frozen base.
+
+    Not peft's `disable_adapter`: it switches requires_grad off meanwhile, and FSDP, should its first forward fall into that,
+    takes the adapter for frozen ever after and fails in backward.
+    """
+    layers = [module for module in policy.modules() if hasattr(module, "lora_A")]
+    scalings = [layer.scaling for layer in layers]
+    for layer in layers:
+        layer.scaling = dict.fromkeys(layer.scaling, 0.0)
+    yield
+    for layer, scaling in zip(layers, scalings):
+        layer.scaling = scaling
+
+
 @torch.no_grad()
 def annotate(
     policy: nn.Module, batches: list[Batch], temperature: float, old_logprobs: str, correction: str, reference: bool
@@ -493,7 +509,7 @@ def annotate(
             batch.corrections = importance_weights(own, batch.sampler_logprobs, correction)  # (S,)
             batch.old_logprobs = own
         if reference:
-            with policy.model.disable_adapter():
+            with adapter_off(policy):
                 batch.reference_logprobs, _ = token_logprobs(policy, batch, temperature)  # (S,)
 
 

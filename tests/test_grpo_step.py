@@ -218,6 +218,24 @@ def test_the_token_that_ends_a_completion_is_trained(folder):
     assert (after > before).all()
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_the_base_may_be_the_first_that_is_asked(folder):
+    """`--kl-coef --no-probe` under FSDP, which settles in its first forward what is trained and in which precision."""
+    policy = train_grpo.Policy(
+        model_nvfp4.build_model(folder, lora_rank=8, lora_alpha=16, attn_implementation="grouped")
+    )
+    model_nvfp4.shard(policy)
+    model_nvfp4.load_weights(policy, folder)
+    batch = pack([Segment([5, 6], [([7, 1], [-5.0, -5.0], 1.0)])])
+    annotate(policy, [batch], 1.0, "sampler", "tis", reference=True)
+    logprobs, _ = token_logprobs(policy, batch, 1.0)
+    assert torch.equal(logprobs, batch.reference_logprobs)  # B is still zero
+    logprobs.sum().backward()
+    gradients = [p.grad.full_tensor() for n, p in policy.named_parameters() if "lora_B" in n]
+    assert all(g.dtype == torch.float32 for g in gradients)
+    assert any(g.any() for g in gradients)
+
+
 # --- Steps that must not happen --------------------------------------------------------------------------------------
 
 
