@@ -186,7 +186,7 @@ def test_any_split_gives_the_gradient_of_one_padded_batch(policy, naive, batch_o
     """Micro-batches × ranks × packing × prefix sharing, in fp32; the other losses differ by no split that dapo's do not see."""
     expected = padded_gradient(naive, batch_of_groups, CASES[case])
     assert expected.norm() > 0
-    for name in SPLITS if case == "dapo" else ["4 ranks, small rows"]:
+    for name in SPLITS if case == "dapo" else ["one row", "8 ranks, some with nothing"]:
         assert difference(gradient(policy, batch_of_groups, CASES[case], **SPLITS[name]), expected) < 1e-5, name
 
 
