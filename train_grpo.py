@@ -103,8 +103,15 @@ def arithmetic_problems(seed: int, num_train: int = 4096, num_heldout: int = 64)
     return train, heldout
 
 
-def next_problems(problems: list[Problem], step: int, num_prompts: int, seed: int) -> list[Problem]:
-    """The P problems of `step`: a new shuffle each epoch, a function of (seed, step) alone, the same on every rank."""
+def next_problems(problems: list[Problem], step: int, num_prompts: int, seed: int, refill: int = 0) -> list[Problem]:
+    """The P problems of `step`: a new shuffle each epoch, a function of (seed, step) alone, the same on every rank.
+
+    Round `refill` ≥ 1 of dynamic sampling draws from all problems instead: how many a step needs depends on the answers, and
+    an order that moved on with them could not be found again by a resumed run.
+    """
+    if refill:
+        order = np.random.default_rng([seed, step, refill]).permutation(len(problems))  # (problems,)
+        return [problems[order[position % len(problems)]] for position in range(num_prompts)]
     chosen = []
     for position in range(step * num_prompts, (step + 1) * num_prompts):
         epoch, offset = divmod(position, len(problems))
@@ -117,43 +124,45 @@ def next_problems(problems: list[Problem], step: int, num_prompts: int, seed: in
 # Advantages
 
 
+def has_spread(rewards: torch.Tensor) -> torch.Tensor:
+    """(groups, G) rewards to (groups, 1) true or false: do the samples of a group earn differently? If not, it teaches nothing."""
+    return rewards.amax(1, keepdim=True) > rewards.amin(1, keepdim=True)  # (groups, 1)
+
+
 def group_advantages(rewards: torch.Tensor, scale: str = "std") -> torch.Tensor:
     """(P, G) rewards to (P, G) advantages: reward minus the group's mean, over the group's spread unless scale is "none".
 
     GRPO (Shao et al. 2024, eq. 3) with the unbiased standard deviation plus 1e-4; `none` is Dr. GRPO (Liu et al. 2025);
     "loo" is leave-one-out (Ahmadian et al. 2024): against the mean of the *other* samples. A group in which all samples
-    earn the same teaches nothing and is exactly zero.
+    earn the same is exactly zero.
     """
     num_samples = rewards.shape[1]
     assert num_samples > 1, "a group needs at least two samples: with one, the advantage is always zero"
     centred = rewards - rewards.mean(1, keepdim=True)  # (P, G)
-    spread = (rewards.amax(1, keepdim=True) > rewards.amin(1, keepdim=True)).float()  # (P, 1)
     if scale == "std":
         centred = centred / (rewards.std(1, keepdim=True) + 1e-4)  # (P, G)
     elif scale == "loo":
         centred = centred * num_samples / (num_samples - 1)  # (P, G)
-    return centred * spread  # (P, G)
+    return centred * has_spread(rewards)  # (P, G)
 
 
 def shape_rewards(
     samples: list[Sample],
-    verdicts: list[grader.Verdict],
-    references: list[str],
-    own_reward: Any = None,
+    values: list[float],
     *,
     truncated: str,
     completion_tokens: int,
     overlong_buffer: int,
     format_bonus: float,
 ) -> tuple[list[float], list[bool]]:
-    """(N rewards, N masks): the verdict (or one's own reward function), then what the flags add to it.
+    """(N rewards, N masks): what the flags add to N values, the verdicts' (or those of one's own reward function).
 
     A completion that was cut is scored, zeroed or masked out of the loss; DAPO's soft penalty grows over the last
     `overlong_buffer` tokens before the limit; `format_bonus` is paid for a readable box, right or wrong.
     """
+    assert len(values) == len(samples), f"{len(values)} rewards for {len(samples)} samples"
     rewards, masks = [], []
-    for sample, verdict, reference in zip(samples, verdicts, references):
-        value = own_reward(sample.text, reference) if own_reward else verdict.reward
+    for sample, value in zip(samples, values):
         value, trained = grader.truncated_reward(value, sample.finish_reason == "length", truncated)
         if overlong_buffer:
             value += grader.overlong_penalty(len(sample.completion_ids), completion_tokens, overlong_buffer)
@@ -161,8 +170,34 @@ def shape_rewards(
             value += format_bonus * grader.format_reward(sample.text)
         rewards.append(float(value))
         masks.append(not trained)
-    assert len(rewards) == len(samples), f"{len(rewards)} rewards for {len(samples)} samples"
     return rewards, masks
+
+
+def score_together(
+    samples: list[Sample], references: list[str], own_reward: Any = None
+) -> tuple[list[grader.Verdict], list[float]]:
+    """(N verdicts, N values) of N samples; a value is the verdict's unless `own_reward(completion, reference)` is given.
+
+    Each rank grades every world-th sample and all ranks get all. Collective. Were each to grade everything, a proof that one
+    rank's clock cut off (or a reward that draws) would have them drop different groups and wait for each other for ever.
+    Raises UserError where the user's function gave no finite number: it would make every advantage of its group NaN.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mine = list(zip(samples, references))[rank::world]
+    verdicts = grader.score([sample.text for sample, _ in mine], [reference for _, reference in mine])
+    values = [verdict.reward for verdict in verdicts]
+    if own_reward:
+        values = [own_reward(sample.text, reference) for sample, reference in mine]
+    parts: list[Any] = [None] * world
+    dist.all_gather_object(parts, list(zip(verdicts, values)))
+    judged = [parts[index % world][index // world] for index in range(len(samples))]
+    for sample, reference, (_, value) in zip(samples, references, judged):
+        if value is None or not math.isfinite(value):
+            raise UserError(
+                f"--reward gave {value!r} for {sample.text[-60:]!r} against {reference!r}; it must return a finite number, such "
+                f"as 0 for what it cannot judge."
+            )
+    return [verdict for verdict, _ in judged], [float(value) for _, value in judged]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -243,7 +278,8 @@ def balance(segments: list[Segment], world: int, max_tokens: int) -> list[list[l
     more than one segment). Deterministic, so every rank computes the whole assignment and no collective is needed.
     """
     ordered = sorted(segments, key=lambda segment: -segment.num_tokens)
-    per_rank = max(1, math.ceil(sum(s.num_tokens for s in ordered) / (world * max_tokens)))
+    total = sum(segment.num_tokens for segment in ordered)
+    per_rank = max(1, min(math.ceil(total / (world * max_tokens)), math.ceil(len(ordered) / world)))
     while True:
         rows: list[list[Segment]] = [[] for _ in range(world * per_rank)]
         sizes = [0] * len(rows)
@@ -543,6 +579,22 @@ def token_logprobs(policy: nn.Module, batch: Batch, temperature: float) -> tuple
     return policy(batch.input_ids, batch.position_ids, batch.layout, batch.sources, batch.targets, temperature)
 
 
+@contextmanager
+def adapter_off(policy: nn.Module) -> Any:
+    """Inside, the adapter counts zero times and the policy is the frozen base.
+
+    Not peft's `disable_adapter`: it switches requires_grad off meanwhile, and FSDP, should its first forward fall into that,
+    takes the adapter for frozen ever after and fails in backward.
+    """
+    layers = [module for module in policy.modules() if hasattr(module, "lora_A")]
+    scalings = [layer.scaling for layer in layers]
+    for layer in layers:
+        layer.scaling = dict.fromkeys(layer.scaling, 0.0)
+    yield
+    for layer, scaling in zip(layers, scalings):
+        layer.scaling = scaling
+
+
 @torch.no_grad()
 def annotate(
     policy: nn.Module, batches: list[Batch], temperature: float, old_logprobs: str, correction: str, reference: bool
@@ -557,7 +609,7 @@ def annotate(
             batch.corrections = importance_weights(own, batch.sampler_logprobs, correction)  # (S,)
             batch.old_logprobs = own
         if reference:
-            with policy.model.disable_adapter():
+            with adapter_off(policy):
                 batch.reference_logprobs, _ = token_logprobs(policy, batch, temperature)  # (S,)
 
 
@@ -937,6 +989,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--engine-args", type=json.loads, default={}, help="JSON of further arguments of vllm.LLM")
 
     group = parser.add_argument_group("algorithm")
+    group.add_argument(
+        "--refill",
+        type=int,
+        default=0,
+        help="DAPO's dynamic sampling: rounds of rollouts that may replace groups without spread; a fuller, slower step",
+    )
     group.add_argument("--loss", choices=list(LOSSES), default="dapo", help="see LOSSES and policy_loss")
     group.add_argument("--advantage-scale", choices=["std", "none", "loo"], default="std", help="see group_advantages")
     group.add_argument("--clip-low", type=float, default=0.2, help="how far a ratio may fall before its gradient stops")
@@ -1026,6 +1084,8 @@ def check_flags(args: argparse.Namespace, world: int) -> None:
     for flag in ("prompts", "completion_tokens", "max_tokens", "steps", "lora_rank", "save_every", "heldout_samples"):
         if getattr(args, flag) < 1:
             raise UserError(f"--{flag.replace('_', '-')} {getattr(args, flag)} must be at least 1.")
+    if args.refill < 0:
+        raise UserError(f"--refill {args.refill} must be 0 (off) or the number of extra rounds of rollouts.")
     if args.temperature <= 0:
         raise UserError(
             f"--temperature {args.temperature}: all samples of a group would be equal; use a value above 0, such as 1."
@@ -1098,15 +1158,26 @@ def learning_rate(peak: float, step: int, steps: int, warmup: int, schedule: str
     return peak * (0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
-def loss_denominator(loss: str, num_tokens: int, num_samples: int, completion_tokens: int) -> float:
+def loss_denominator(loss: str, num_tokens: int, num_samples: float, completion_tokens: int) -> float:
     """What every row's sum is divided by, the same on all ranks: trained tokens, or Dr. GRPO's constant N · longest."""
     return float(num_samples * completion_tokens if LOSSES[loss][1] == "constant" else max(num_tokens, 1))
 
 
-def clip_gradient(parameters: list[nn.Parameter], max_norm: float) -> float:
-    """Scale gradients down to `max_norm` and return the norm before. Collective: every rank must call."""
-    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
-    return (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
+def optimizer_step(optimizer: torch.optim.Optimizer, loss: torch.Tensor, num_tokens: int, max_norm: float) -> float:
+    """Clip gradients to `max_norm`, step, clear them; returns the norm before. Collective: every rank must call.
+
+    No step, and so no movement by momentum either, when nothing was trained (`num_tokens` of all ranks is 0) or when a
+    gradient, or on any rank the `loss`, is NaN or infinite: the norm returned then is no finite number.
+    """
+    norm = nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], max_norm)
+    norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
+    dist.all_reduce(loss)  # () NaN and infinity survive a sum
+    if not math.isfinite(loss.item()):
+        norm = math.nan
+    if num_tokens and math.isfinite(norm):
+        optimizer.step()
+    optimizer.zero_grad()
+    return norm
 
 
 def check_step(m: dict[str, Any], max_gap: float, bad_steps: int, samples_path: Path) -> None:
@@ -1126,17 +1197,23 @@ def check_step(m: dict[str, Any], max_gap: float, bad_steps: int, samples_path: 
 def step_metrics(
     step: int,
     samples: list[Sample],
-    rewards: torch.Tensor,  # (P, G)
+    rewards: torch.Tensor,  # (groups, G), with all rounds of dynamic sampling
+    values: torch.Tensor,  # (groups, G), before shaping
+    num_prompts: int,  # P
     verdicts: list[grader.Verdict],
     totals: dict[str, torch.Tensor],
     norms: list[float],
     lr: float,
     seconds: dict[str, float],
 ) -> dict[str, Any]:
-    """One line of metrics.jsonl. Means over tokens are over the trained tokens of all ranks; log-probs are in nats."""
+    """One line of metrics.jsonl. Means over tokens are over the trained tokens of all ranks; log-probs are in nats.
+
+    Rewards and shares of groups are of the first P groups: those asked because others had no spread are no fair sample.
+    """
+    rewards, values = rewards[:num_prompts], values[:num_prompts]  # (P, G), (P, G)
     lengths = [len(s.completion_ids) for s in samples]
     tokens = max(totals["tokens"].item(), 1)
-    best, worst = rewards.amax(1), rewards.amin(1)  # (P,), (P,)
+    mixed, best = has_spread(values)[:, 0], values.amax(1)  # (P,), (P,)
     per_token = {
         name: totals[name].item() / tokens for name in ("gap", "kl", "reference_kl", "entropy", "clip_low", "clip_high")
     }
@@ -1144,9 +1221,10 @@ def step_metrics(
         "step": step,
         "reward": rewards.mean().item(),
         "reward_std": rewards.std().item(),
-        "groups_mixed": (best > worst).float().mean().item(),
-        "groups_all_right": ((best == worst) & (worst > 0)).float().mean().item(),
-        "groups_all_wrong": ((best == worst) & (worst <= 0)).float().mean().item(),
+        "groups_mixed": mixed.float().mean().item(),
+        "groups_all_right": (~mixed & (best > 0)).float().mean().item(),
+        "groups_all_wrong": (~mixed & (best <= 0)).float().mean().item(),
+        "groups_asked": len(samples) // rewards.shape[1],
         "completion_tokens": float(np.mean(lengths)),
         "completion_tokens_max": max(lengths),
         "truncated": float(np.mean([s.finish_reason == "length" for s in samples])),
@@ -1168,12 +1246,13 @@ def step_metrics(
 
 @contextmanager
 def timed(seconds: dict[str, float], phase: str) -> Any:
-    """Adds the wall time of the block to `seconds[phase]`."""
-    start = time.perf_counter()
+    """Adds the wall time of the block to `seconds[phase]`, less what phases inside it took: all phases add up to the step."""
+    start, before = time.perf_counter(), sum(seconds.values())
     yield
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start
+    inside = sum(seconds.values()) - before
+    seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start - inside
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1269,6 +1348,7 @@ def main() -> None:
         "clip_low": args.clip_low,
         "clip_high": args.clip_high,
         "dual_clip": args.dual_clip,
+        "kl_coef": args.kl_coef,
     }
     adapter = model_nvfp4.lora_state_dict(policy)
     shaping = {"truncated": args.truncated, "completion_tokens": args.completion_tokens}
@@ -1322,6 +1402,23 @@ def main() -> None:
             append_jsonl(paths["evaluations"], evaluations[-1:])
             bar.write(f"step {step:4d}  held-out accuracy {report['avg']:.3f} ± {report['avg_se']:.3f}")
 
+    def rollout_round(step: int, refill: int, num_prompts: int, seconds: dict[str, float]) -> tuple[list[Any], ...]:
+        """Ask, sample, grade: (problems, samples, verdicts, values), the last three group-contiguous. Collective."""
+        problems = next_problems(train, step, num_prompts, args.seed, refill)  # the same on every rank
+        members = range(refill * args.group_size, (refill + 1) * args.group_size)  # no draw is made twice in a step
+        samples = generate(
+            engine,
+            [prompt_ids[p.problem] for p in problems for _ in members],
+            [sample_seed(args.seed, step, p.id, member) for p in problems for member in members],
+            max_tokens=args.completion_tokens,
+            temperature=args.temperature,
+            use_adapter=True,
+        )
+        with timed(seconds, "score"):
+            references = [p.answer for p in problems for _ in members]
+            verdicts, values = score_together(samples, references, own_reward)
+        return problems, samples, verdicts, values
+
     from tqdm import tqdm
 
     bar = tqdm(total=args.steps, initial=start_step, desc="GRPO", disable=rank != 0, dynamic_ncols=True)
@@ -1349,27 +1446,26 @@ def main() -> None:
     # --- GRPO --------------------------------------------------------------------------------------------------------
     for step in range(start_step, args.steps):
         seconds: dict[str, float] = {}
-        problems = next_problems(train, step, args.prompts, args.seed)  # P, the same on every rank
-        prompts = [prompt_ids[p.problem] for p in problems for _ in range(args.group_size)]  # N
-        seeds = [sample_seed(args.seed, step, p.id, g) for p in problems for g in range(args.group_size)]  # N
+        problems, samples, verdicts, values = [], [], [], []  # P groups, and those that --refill asks for
         with timed(seconds, "generate"), awake(engine):
             with timed(seconds, "push"):
                 push(adapter, step)
-            samples = generate(
-                engine,
-                prompts,
-                seeds,
-                max_tokens=args.completion_tokens,
-                temperature=args.temperature,
-                use_adapter=True,
-            )  # N, group-contiguous
-        with timed(seconds, "score"):
-            references = [p.answer for p in problems for _ in range(args.group_size)]
-            verdicts = grader.score([s.text for s in samples], references)  # N
-            values, masked = shape_rewards(samples, verdicts, references, own_reward, **shaping)  # N, N
-            rewards = torch.tensor(values).view(args.prompts, args.group_size)  # (P, G)
+            num_missing = args.prompts
+            for refill in range(1 + args.refill):
+                for known, new in zip(
+                    (problems, samples, verdicts, values), rollout_round(step, refill, num_missing, seconds)
+                ):
+                    known += new
+                unshaped = torch.tensor(values).view(-1, args.group_size)  # (groups, G)
+                num_missing = args.prompts - int(has_spread(unshaped).sum())
+                if not num_missing:
+                    break
+        shaped, masked = shape_rewards(samples, values, **shaping)  # N, N
+        rewards = torch.tensor(shaped).view(-1, args.group_size)  # (groups, G)
         with timed(seconds, "train"):
-            advantages = group_advantages(rewards, args.advantage_scale)  # (P, G)
+            advantages = group_advantages(rewards, args.advantage_scale)  # (groups, G)
+            if args.refill:  # replaced groups stay out, also where the shaping has given them a spread
+                advantages *= has_spread(unshaped)  # (groups, G)
             segments = make_segments(samples, advantages, args.max_tokens, masked)
             optimizer.param_groups[0]["lr"] = lr = learning_rate(args.lr, step, args.steps, args.warmup, args.schedule)
             chunks = [segments[part :: args.minibatches] for part in range(args.minibatches)]
@@ -1380,9 +1476,10 @@ def main() -> None:
             stats, norms = [], []
             for part, chunk in enumerate(chunks):  # optimizer steps on this rollout; one, unless asked for more
                 num_tokens = sum(len(ids) for s in chunk for ids, _, _ in s.completions)
-                denominator = loss_denominator(
-                    args.loss, num_tokens, len(samples), args.completion_tokens
-                )  # of all ranks
+                num_samples = args.prompts * args.group_size / args.minibatches
+                # Of all ranks: one denominator, however rows are dealt out.
+                denominator = loss_denominator(args.loss, num_tokens, num_samples, args.completion_tokens)
+                loss_sum = torch.zeros((), device=device)  # ()
                 for batch in batches[part]:
                     logprobs, entropy = token_logprobs(policy, batch, args.temperature)  # (S,), (S,)
                     loss, row_stats = policy_loss(
@@ -1401,18 +1498,16 @@ def main() -> None:
                         "loss": loss.detach(),
                     }
                     stats.append({name: value * batch.weight for name, value in row_stats.items()})
-                norms.append(clip_gradient(trainable, args.max_grad_norm))
-                if num_tokens and math.isfinite(norms[-1]):
-                    optimizer.step()
-                optimizer.zero_grad()
+                    loss_sum += stats[-1]["loss"]
+                norms.append(optimizer_step(optimizer, loss_sum, num_tokens, args.max_grad_norm))
             adapter = model_nvfp4.lora_state_dict(policy)
             totals = reduce_stats(stats)
         done = step + 1
-        m = step_metrics(done, samples, rewards, verdicts, totals, norms, lr, seconds)
+        m = step_metrics(done, samples, rewards, unshaped, args.prompts, verdicts, totals, norms, lr, seconds)
         if rank == 0:
             metrics.append(m)
             append_jsonl(paths["metrics"], [m])
-            append_jsonl(paths["samples"], sample_records(done, problems, samples, verdicts, values))
+            append_jsonl(paths["samples"], sample_records(done, problems, samples, verdicts, shaped))
             report_step(bar, m, args.steps, samples[0] if step % args.print_every == 0 else None)
         bad_steps = bad_steps + 1 if m["skipped"] else 0
         check_step(m, args.max_logprob_gap, bad_steps, paths["samples"])

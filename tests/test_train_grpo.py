@@ -1,4 +1,17 @@
-"""The GRPO step: pure functions against published values and slow references. `pytest tests/test_train_grpo.py`."""
+"""The GRPO step: pure functions against published values and slow references. `pytest tests/test_train_grpo.py`.
+
+The values are those of the unit tests of NeMo-RL, TRL, verl, OpenRLHF and slime. Theirs that have no test here, and why:
+
+- KL terms weighted by importance (NeMo-RL), truncation from below (verl), rejection of whole sequences (verl, TRL's OPSM):
+  no such option. IcePop is what drops tokens here; its out-of-bounds share, deviation and effective sample size are no metrics.
+- mean over sequences of their token means (GRPO as first published): all losses but Dr. GRPO's take DAPO's token mean.
+- PPO-KL as a mean of log-ratios: `gap_stats` counts |Δlogp| and k3, which cannot cancel.
+- MaxRL advantages, standard deviations without the sample itself: no such scale.
+- a reward that is None, or NaN in a group: refused by `score_together`. Groups of one: refused by `check_flags`.
+- a masked sample outside its group's baseline (NeMo-RL): a cut completion stays in the baseline, as in TRL; only its loss goes.
+- the mask by entropy (TRL): entropy is a metric.
+- a length beyond the limit (NeMo-RL's fourth overlong value): the engine stops at the limit.
+"""
 
 import copy
 import dataclasses
@@ -49,6 +62,7 @@ from train_grpo import (
         ([1, 0], "none", [0.5, -0.5]),
         ([1, 0], "loo", [1, -1]),
         ([1, 2, 3], "loo", [-1.5, 0, 1.5]),  # NeMo-RL: baselines 2.5, 2, 1.5
+        ([4, 5, 6], "loo", [-1.5, 0, 1.5]),  # NeMo-RL: baselines 5.5, 5, 4.5
         ([0.3, 0.3, 0.3], "std", [0, 0, 0]),
         ([0.1, 0.1, 0.1], "none", [0, 0, 0]),
         ([-1, -1], "loo", [0, 0]),
@@ -71,6 +85,12 @@ def test_a_group_of_one_is_refused():
         group_advantages(torch.tensor([[1.0]]))
 
 
+def test_a_tiny_spread_is_not_blown_up():
+    # verl's [1, 1.00001] gives ±.62 with an epsilon of 1e-6; with ours (TRL's), ½·1e-5 / (1e-5/√2 + 1e-4) = .047
+    advantages = group_advantages(torch.tensor([[1.0, 1.00001]]))
+    torch.testing.assert_close(advantages, torch.tensor([[-0.047, 0.047]]), atol=1e-3, rtol=0)
+
+
 # --- Loss ------------------------------------------------------------------------------------------------------------
 
 # NeMo-RL's base case: advantages 1, −1, 2, old log-probs −1, ratios .5, 1, 1.5. Values below are those of the unit tests
@@ -85,13 +105,28 @@ def loss_of(loss, new=NEW, old=OLD, advantages=ADVANTAGES, samples=ONE_SAMPLE, *
     return policy_loss(new, old, advantages, samples, len(new), loss=loss, **{**NO_CLIP, **settings})[0].item()
 
 
-def test_losses_on_the_base_case():
-    assert loss_of("grpo") == pytest.approx(-0.6333, abs=1e-4)  # per token −.5, 1, −2.4
-    assert loss_of("dapo") == pytest.approx(-0.6333, abs=1e-4)
-    assert loss_of("dapo", clip_high=0.28) == pytest.approx((-0.5 + 1 - 2.56) / 3, abs=1e-4)  # the wider upper clip
-    assert loss_of("grpo", clip_high=0.28) == pytest.approx(-0.6333, abs=1e-4)  # symmetric whatever --clip-high says
-    assert loss_of("gspo") == pytest.approx(-0.6057, abs=1e-4)  # one ratio, exp(mean) = .9086
-    assert loss_of("cispo") == pytest.approx(0.5938, abs=1e-4)  # per token 1.3545, −1, 1.4269
+@pytest.mark.parametrize(
+    ("settings", "per_token"),
+    [
+        ({"loss": "grpo"}, [-0.5, 1, -2.4]),
+        ({"loss": "dapo"}, [-0.5, 1, -2.4]),
+        ({"loss": "dr_grpo"}, [-0.5, 1, -2.4]),
+        ({"loss": "dapo", "clip_high": 0.28}, [-0.5, 1, -2.56]),  # the wider upper clip
+        ({"loss": "grpo", "clip_high": 0.28}, [-0.5, 1, -2.4]),  # symmetric whatever --clip-high says
+        ({"loss": "gspo"}, [-0.90856, 0.90856, -1.81712]),  # one ratio, exp(mean log-ratio)
+        ({"loss": "cispo"}, [1.3545, -1, 1.4269]),
+    ],
+)
+def test_losses_on_the_base_case(settings, per_token):
+    """NeMo-RL's means −.6333 (clip), −.6057 (GSPO), .5938 (CISPO), and the tokens' losses: a token's is ∂loss/∂(its weight)."""
+    weights = torch.ones(3, requires_grad=True)
+    loss, _ = policy_loss(NEW, OLD, ADVANTAGES, ONE_SAMPLE, 3, **NO_CLIP | settings, weights=weights)
+    torch.testing.assert_close(torch.autograd.grad(loss, weights)[0] * 3, torch.tensor(per_token), atol=1e-4, rtol=0)
+    assert loss_of(**settings) == pytest.approx(sum(per_token) / 3, abs=1e-4)
+    means = {"grpo": -0.6333, "gspo": -0.6057, "cispo": 0.5938}
+    assert "clip_high" in settings or loss_of(**settings) == pytest.approx(
+        means.get(settings["loss"], -0.6333), abs=1e-4
+    )
 
 
 def test_gspo_with_a_second_completion():
@@ -108,6 +143,13 @@ def test_truncated_importance_sampling():
     sequence = per_sample(OLD, ONE_SAMPLE, "sum"), per_sample(SAMPLER, ONE_SAMPLE, "sum")
     weights = importance_weights(*sequence, high=0.8)  # exp(−.2) = .8187, capped
     assert loss_of("gspo", weights=weights) == pytest.approx(-0.4846, abs=1e-4)
+
+
+def test_more_weights_of_other_programs():
+    old, sampler = torch.tensor([-2.0, -2.0]), torch.tensor([-1.0, -2.5])  # verl
+    torch.testing.assert_close(importance_weights(old, sampler), torch.tensor([0.368, 1.649]), atol=1e-3, rtol=0)
+    raw = torch.tensor([0.1, 1.0, 3.0]).log()  # NeMo-RL's truncation at 2
+    torch.testing.assert_close(importance_weights(raw, torch.zeros(3), high=2.0), torch.tensor([0.1, 1.0, 2.0]))
 
 
 def test_icepop_drops_what_is_out_of_bounds():
@@ -185,6 +227,47 @@ def test_one_denominator_whatever_the_split():
     assert loss([0, 1]) + loss([2]) == pytest.approx(-0.13641, abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("losses", "denominator", "expected"),
+    [
+        (
+            [[1, 2], [3, 4, 5], [7]],
+            6,
+            3.6667,
+        ),  # the token mean of OpenRLHF, verl and NeMo-RL, whichever way it is split
+        ([[1, 2], [4, 6]], 1, 13),  # verl's token sum; its 52 is the times 4 ranks of `loss * world` in the loop
+    ],
+)
+def test_aggregation_is_over_tokens(losses, denominator, expected):
+    """On policy a token's loss is −advantage, so any losses can be aggregated, in one row or in one row each."""
+
+    def total(rows):
+        flat = torch.tensor([-float(v) for row in rows for v in row])
+        which = torch.tensor([number for number, row in enumerate(rows) for _ in row])
+        return policy_loss(torch.zeros(len(flat)), torch.zeros(len(flat)), flat, which, denominator)[0].item()
+
+    assert total(losses) == pytest.approx(expected, abs=1e-4)
+    assert sum(total([row]) for row in losses) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_nothing_trained_is_exactly_zero(loss):
+    new = torch.tensor([-0.5], requires_grad=True)  # what a rank without work computes; its weight is 0
+    value, stats = policy_loss(new, torch.zeros(1), torch.zeros(1), torch.zeros(1, dtype=torch.long), 1, loss=loss)
+    (value * 0.0).backward()
+    assert (value * 0.0).item() == new.grad.item() == 0
+    assert all(math.isfinite(v) for v in stats.values())
+
+
+def test_clip_fractions_are_of_the_raw_ratios():
+    # Base case: .5 with a good sample and 1.5 with a good one; only the second has lost its gradient.
+    _, stats = policy_loss(NEW, OLD, ADVANTAGES, ONE_SAMPLE, 3, **NO_CLIP)
+    assert (stats["clip_low"].item(), stats["clip_high"].item()) == (0, 1)
+    assert stats["ratio_max"].item() == pytest.approx(1.5, abs=1e-4)
+    _, stats = policy_loss(NEW, OLD, -ADVANTAGES, ONE_SAMPLE, 3, **NO_CLIP)
+    assert (stats["clip_low"].item(), stats["clip_high"].item()) == (1, 0)
+
+
 def test_denominators():
     assert loss_denominator("dapo", 7, 3, 40) == 7
     assert loss_denominator("dr_grpo", 7, 3, 40) == 120
@@ -243,20 +326,20 @@ def test_rewards_are_shaped_by_flags_alone():
         return Sample([1], [2] * length, [0.0] * length, text, reason, 0)
 
     samples = [finished(50, "stop"), finished(90, "stop"), finished(100, "length"), finished(10, "stop", "no box")]
-    references = ["1"] * 4
-    verdicts = train_grpo.grader.score([s.text for s in samples], references)
+    values = [1.0, 1.0, 1.0, 0.0]
     plain = {"truncated": "score", "completion_tokens": 100, "overlong_buffer": 0, "format_bonus": 0.0}
-    assert shape_rewards(samples, verdicts, references, **plain) == ([1, 1, 1, 0], [False] * 4)
-    assert shape_rewards(samples, verdicts, references, **plain | {"truncated": "zero"}) == ([1, 1, 0, 0], [False] * 4)
-    masked = shape_rewards(samples, verdicts, references, **plain | {"truncated": "mask"})
+    assert shape_rewards(samples, values, **plain) == ([1, 1, 1, 0], [False] * 4)
+    assert shape_rewards(samples, values, **plain | {"truncated": "zero"}) == ([1, 1, 0, 0], [False] * 4)
+    masked = shape_rewards(samples, values, **plain | {"truncated": "mask"})
     assert masked == ([1, 1, 0, 0], [False, False, True, False])
     # TRL's soft overlong values: of 100 with a buffer of 20, length 50 costs 0, 90 costs .5, 100 costs 1
-    rewards, _ = shape_rewards(samples, verdicts, references, **plain | {"overlong_buffer": 20})
+    rewards, _ = shape_rewards(samples, values, **plain | {"overlong_buffer": 20})
     assert rewards == pytest.approx([1, 0.5, 0, 0])
-    rewards, _ = shape_rewards(samples, verdicts, references, **plain | {"format_bonus": 0.1})
+    rewards, _ = shape_rewards(samples, values, **plain | {"format_bonus": 0.1})
     assert rewards == pytest.approx([1.1, 1.1, 1.1, 0])
-    own, _ = shape_rewards(samples, verdicts, references, lambda completion, reference: len(completion), **plain)
-    assert own == [len(s.text) for s in samples]
+    # TRL: a completion whose end-of-sequence token is exactly the last that fits is not truncated; the engine says so itself.
+    fits = [finished(100, "stop")]
+    assert shape_rewards(fits, [1.0], **plain | {"truncated": "mask"}) == ([1], [False])
 
 
 def test_unreadable_references_and_a_missing_reward_function_are_told_before_training(tmp_path):
