@@ -17,15 +17,20 @@ What we left out of the papers, and why:
 from __future__ import annotations
 
 import argparse
+import errno
+import faulthandler
 import fcntl
 import json
 import math
 import os
 import random
 import shutil
+import signal
+import socket
 import sys
 import tempfile
 import time
+import traceback
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -885,22 +890,52 @@ def load_optimizer_tensors(
             optimizer.state[parameter] = state
 
 
-def lock_run(run_dir: Path) -> Any:
-    """One writer per run folder. Returns the open file that holds the lock; the kernel lets go when the process ends."""
+def lock_run(run_dir: Path, patience: float = 0.0) -> Any:
+    """One writer per run folder. Returns the open file that holds the lock; the kernel lets go when the process ends.
+
+    `patience` in seconds: after a restart the writer before may need a moment to die (a GPU's memory is unmapped first).
+    """
     file = open(run_dir / ".lock", "w")  # noqa: SIM115
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise UserError(f"another process is training in {run_dir}; stop it, or use another --run-name.") from error
-    return file
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError as error:
+            if time.monotonic() >= deadline:
+                raise UserError(
+                    f"another process is training in {run_dir}; stop it, or use another --run-name."
+                ) from error
+        time.sleep(0.1)
+
+
+def job_id() -> str | None:
+    """torchrun's name for this job, the same on all nodes and after its restarts; None where it has none ("none")."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return None if name == "none" else name
 
 
 def open_run(args: argparse.Namespace) -> tuple[Path, Path | None]:
     """The run's folder and the checkpoint to go on from. Reads only; raises UserError before anything is touched."""
     run_dir = Path(args.runs_dir) / args.run_name
     config_path = run_dir / "config.json"
+    existing = next(path for path in [run_dir, *run_dir.absolute().parents] if os.path.exists(path))
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(
+            f"{existing} on {socket.gethostname()} is not a folder one can write to, so {run_dir} cannot hold the run; mend its "
+            f"permissions or choose another --runs-dir."
+        )
+    saved = json.loads(config_path.read_text()) if config_path.exists() else {}
+    # `--resume never` and `--resume PATH` are for the first start; torchrun's restarts go on. It counts restarts on the node
+    # that failed, not on those that start again with it: they know the job by its name.
+    restarted = bool(saved) and (
+        os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        or (job_id() is not None and job_id() == saved.get("job"))
+    )
     if args.resume not in ("auto", "never"):
         checkpoint = Path(args.resume)
+        if restarted:
+            return run_dir, latest_checkpoint(run_dir) or checkpoint
         if not (checkpoint / "state.json").exists():
             raise UserError(
                 f"--resume {checkpoint} is no checkpoint: it has no state.json (expected runs/NAME/checkpoint/step-…)."
@@ -908,17 +943,141 @@ def open_run(args: argparse.Namespace) -> tuple[Path, Path | None]:
         if config_path.exists():
             raise UserError(f"{run_dir} exists; --resume PATH starts a new run, so give it another --run-name.")
         return run_dir, checkpoint
-    if not config_path.exists():
+    if not saved:
         return run_dir, None
-    if args.resume == "never":
+    if args.resume == "never" and not restarted:
         raise UserError(f"{run_dir} exists and --resume never forbids going on; choose another --run-name.")
-    saved = json.loads(config_path.read_text())["flags"]
-    now = json.loads(json.dumps(vars(args)))
-    differing = sorted(k for k in now.keys() | saved.keys() if k not in FREE_FLAGS and now.get(k) != saved.get(k))
+    then, now = saved["flags"], json.loads(json.dumps(vars(args)))
+    differing = sorted(k for k in now.keys() | then.keys() if k not in FREE_FLAGS and now.get(k) != then.get(k))
     if differing:
-        told = ", ".join(f"--{k.replace('_', '-')} {saved.get(k)} then, {now.get(k)} now" for k in differing)
+        told = ", ".join(f"--{k.replace('_', '-')} {then.get(k)} then, {now.get(k)} now" for k in differing)
         raise UserError(f"{run_dir} was made with other flags ({told}); use those or another --run-name.")
     return run_dir, latest_checkpoint(run_dir)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Faults: a rank that dies, hangs or drifts away ends the job, and what happened first is what one reads last
+
+
+def dump_stacks(run_dir: Path, rank: int) -> None:
+    """From now on this rank writes its stack to `stacks/rank-N.txt` when it crashes or is told to stop.
+
+    torchrun sends SIGTERM to all other ranks as soon as it sees one fail, so the ranks that hung or waited are shown where
+    they were. Raises UserError when this rank cannot write to the run folder.
+    """
+    path = run_dir / "stacks" / f"rank-{rank}.txt"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # never closed: a crash may come at the very end
+    except OSError as error:
+        raise UserError(
+            f"rank {rank} on {socket.gethostname()} cannot write to {run_dir} ({error.strerror}); mend its permissions or choose "
+            f"another --runs-dir."
+        ) from error
+    global stacks_path
+    stacks_path = path
+    os.write(file, f"--- {time.strftime('%F %T')}, {socket.gethostname()}, process {os.getpid()}\n".encode())
+    faulthandler.enable(file)
+    faulthandler.register(signal.SIGTERM, file, chain=True)
+
+
+def join_ranks(backend: str, timeout: timedelta) -> None:
+    """`init_process_group`, also after a restart. Collective.
+
+    torch 2.13's agent keeps one store for all restarts, and in it the addresses of processes that are dead ("Connection
+    refused"), so each attempt gets a name space of its own. Nodes count restarts apart: with several of them, start torchrun
+    under TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which makes a new store each time.
+    """
+    store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = dist.PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+
+
+def check_ranks_agree(view: dict[str, Any]) -> None:
+    """Raises UserError when ranks hold different views of the job: a folder or a file that is not the same on all nodes
+    would end in a hang or, worse, in a policy trained on two things. Warns of clocks that differ. Collective.
+    """
+    dist.barrier()
+    mine = view | {"host": socket.gethostname(), "clock": time.time()}
+    views: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(views, mine)
+    for rank, other in enumerate(views):
+        for name in view:
+            if other[name] != views[0][name]:
+                raise UserError(
+                    f"{name}: {views[0][name]} on rank 0 ({views[0]['host']}), but {other[name]} on rank {rank} ({other['host']}); "
+                    f"start all nodes with the same flags, and keep model, data and --runs-dir where all nodes see the same files."
+                )
+    ahead = max(views, key=lambda v: v["clock"])
+    behind = min(views, key=lambda v: v["clock"])
+    apart = ahead["clock"] - behind["clock"]
+    if apart > 5 and dist.get_rank() == 0:  # torchrun's rendezvous drops a node whose heartbeat seems 15 s old
+        print(
+            f"warning: the clock of {ahead['host']} is {apart:.0f} s ahead of that of {behind['host']}; torchrun may take a node "
+            f"for dead, so synchronise them (chrony, ntpd).",
+            file=sys.stderr,
+        )
+
+
+def check_same_adapter(adapter: dict[str, torch.Tensor], step: int) -> int:
+    """The CRC-32 of the adapter after `step` updates, the same on every rank or UserError. Collective."""
+    checksum = 0
+    for name in sorted(adapter):
+        checksum = zlib.crc32(adapter[name].contiguous().numpy(), checksum)
+    gathered = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, torch.tensor([checksum]))
+    checksums = [part.item() for part in gathered]
+    usual = Counter(checksums).most_common(1)[0][0]
+    different = [rank for rank, other in enumerate(checksums) if other != usual]
+    if different:
+        raise UserError(
+            f"step {step}: rank{'s' * (len(different) > 1)} {', '.join(map(str, different))} of {len(checksums)} hold another "
+            f"adapter than the rest, so a device or a link computes wrongly; replace that node and start the same command again: "
+            f"it goes on from the last checkpoint."
+        )
+    return checksum
+
+
+# The file this rank's stack goes to; set by dump_stacks, for report_failure.
+stacks_path: Path | None = None
+
+
+def report_failure(error: Exception, seconds_for_the_first: float = 5.0) -> int:
+    """Say what ended this rank so that the first cause is read last; the exit code is 2 for a user's mistake, else 1.
+
+    torchrun's report ends with the error file of the rank that it saw fail first, so the sentence goes there. A rank that
+    merely lost a peer in a collective waits: torchrun then has the time to see the real one and to end this one unheard.
+    """
+    rank, host = int(os.environ.get("RANK", 0)), socket.gethostname()
+    told, stack = " ".join(str(error).split()), "".join(traceback.format_exception(error))
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE)
+    full = full or "(os error 28)" in told  # safetensors' words for ENOSPC
+    if stacks_path and not full:
+        with open(stacks_path, "a") as file:
+            file.write(stack)
+    if isinstance(error, UserError):
+        sentence = told
+    elif full:
+        sentence = (
+            f"rank {rank} on {host} could not write ({told}); free some space or mend the disk, then start the same command again: "
+            f"it goes on from the last checkpoint."
+        )
+    elif isinstance(error, dist.DistError) or "gloo" in told:
+        time.sleep(seconds_for_the_first)
+        sentence = (
+            f"rank {rank} on {host} lost another rank, which died, hung or never came ({told}); stacks/ in the run folder shows "
+            f"where each rank was."
+        )
+    else:
+        print(stack, file=sys.stderr)
+        sentence = f"rank {rank} on {host} failed: {type(error).__name__}: {told}"
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not error_file or rank == 0 or not isinstance(error, UserError):  # all ranks see a wrong flag, one tells it
+        print(f"error: {sentence}", file=sys.stderr, flush=True)
+    if error_file:
+        Path(error_file).write_text(json.dumps({"message": sentence, "timestamp": int(time.time())}))
+    return 2 if full or isinstance(error, UserError) else 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1064,7 +1223,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--save-every", type=int, default=1, help="steps between checkpoints; what a crash can cost")
     group.add_argument("--keep", type=int, default=0, help="older checkpoints to keep beside the latest")
     group.add_argument("--print-every", type=int, default=5, help="steps between printed completions")
-    group.add_argument("--timeout", type=float, default=30, help="minutes until a stuck collective ends the run")
+    group.add_argument(
+        "--timeout",
+        type=float,
+        default=30,
+        help="minutes until a stuck collective ends the run; a whole step may take twice that",
+    )
     group.add_argument(
         "--dry-run", action="store_true", help="check flags, model and data, print what would run, and stop"
     )
@@ -1306,7 +1470,16 @@ def main() -> None:
         "MASTER_PORT": "0",
     }.items():
         os.environ.setdefault(name, value)  # plain `python train_grpo.py` is a job of one rank
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(minutes=args.timeout))
+    join_ranks("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timedelta(minutes=args.timeout))
+    dump_stacks(run_dir, rank)
+    if rank == 0:
+        lock = lock_run(run_dir, patience=10)  # held until this process ends, however it ends
+    view = {f"--{name}": value for name, value in vars(args).items() if name not in ("model", "dataset", "runs_dir")}
+    contents = json.dumps([(p.problem, p.answer, prompt_ids[p.problem]) for p in [*train, *heldout]])
+    view |= {"the step to go on from": start_step, "the checksum of all problems": zlib.crc32(contents.encode())}
+    start = (checkpoint / "adapter_model.safetensors").read_bytes() if checkpoint else b""
+    view["the checksum of the checkpoint"] = zlib.crc32(start)
+    check_ranks_agree(view)
     engine = rollout.build_engine(
         args.model,
         max_model_len=context,
@@ -1360,12 +1533,9 @@ def main() -> None:
     # --- Run folder --------------------------------------------------------------------------------------------------
     paths = {name: run_dir / f"{name}.jsonl" for name in ("metrics", "samples", "evaluations")}
     if rank == 0:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        lock = lock_run(run_dir)  # held until this process ends, however it ends
         if not (run_dir / "config.json").exists():
-            write_atomically(
-                run_dir / "config.json", json.dumps(describe_run(vars(args), rollout.versions(), world), indent=1)
-            )
+            record = describe_run(vars(args), rollout.versions(), world) | {"job": job_id()}
+            write_atomically(run_dir / "config.json", json.dumps(record, indent=1))
         for path in paths.values():  # what was logged after the last complete step is about to happen again
             kept = [r for r in read_jsonl(path) if r["step"] <= start_step]
             write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
@@ -1445,6 +1615,8 @@ def main() -> None:
 
     # --- GRPO --------------------------------------------------------------------------------------------------------
     for step in range(start_step, args.steps):
+        # A collective that is stuck raises after --timeout; this is for an engine that is stuck by itself.
+        faulthandler.dump_traceback_later(2 * 60 * args.timeout, exit=True)
         seconds: dict[str, float] = {}
         problems, samples, verdicts, values = [], [], [], []  # P groups, and those that --refill asks for
         with timed(seconds, "generate"), awake(engine):
@@ -1501,9 +1673,12 @@ def main() -> None:
                     loss_sum += stats[-1]["loss"]
                 norms.append(optimizer_step(optimizer, loss_sum, num_tokens, args.max_grad_norm))
             adapter = model_nvfp4.lora_state_dict(policy)
+            checksum = check_same_adapter(adapter, step + 1)
             totals = reduce_stats(stats)
+        faulthandler.cancel_dump_traceback_later()
         done = step + 1
         m = step_metrics(done, samples, rewards, unshaped, args.prompts, verdicts, totals, norms, lr, seconds)
+        m["adapter_crc"] = checksum
         if rank == 0:
             metrics.append(m)
             append_jsonl(paths["metrics"], [m])
@@ -1539,7 +1714,7 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except UserError as error:
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    except Exception as error:
+        code = report_failure(error)
+        sys.stdout.flush()
+        os._exit(code)  # not sys.exit: what NCCL and vLLM do on the way out waits for ranks that are gone
