@@ -343,7 +343,7 @@ def generate(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# vLLM on a CPU: a weight-only NVFP4 kernel, LoRA as two matmuls
+# vLLM on a CPU: a weight-only NVFP4 kernel, the same for fused experts, LoRA as two matmuls
 
 
 def prepare_cpu() -> None:
@@ -416,7 +416,66 @@ def prepare_cpu() -> None:
     linear.MarlinNvFp4LinearKernel = DecodedNvFp4LinearKernel  # W4A16 checkpoints: vLLM forces Marlin by name
     PunicaWrapperCPU.add_lora_linear = add_lora_linear
     PunicaWrapperCPU.add_lora_logits = add_lora_logits
+    serve_experts()
     torch._dynamo.config.disable = True  # vLLM compiles one tiny sampler function; that needs a C++ compiler and 30 s
+
+
+def serve_experts() -> None:
+    """NVFP4 experts (one stack of matrices per layer), for which vLLM has no CPU backend at all; part of `prepare_cpu`."""
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.experts import nvfp4_emulation_moe as emulation
+    from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
+    from vllm.model_executor.layers.quantization import modelopt
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w4a4_nvfp4 as compressed_tensors,
+    )
+
+    class DecodedExperts(emulation.Nvfp4QuantizationEmulationTritonExperts):
+        """W4A16: decode to bf16 once after loading, then one expert after the other over the rows that chose it."""
+
+        @staticmethod
+        def supports_lora() -> bool:
+            return True
+
+        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+            for name in ("w13_weight", "w2_weight"):
+                codes, scale = getattr(layer, name).data, getattr(layer, f"{name}_scale").data.view(torch.uint8)
+                weight = decode(codes, scale, getattr(layer, f"{name}_scale_2").data)  # (E, N, K) bf16
+                setattr(layer, name, torch.nn.Parameter(weight, requires_grad=False))
+
+        def apply(  # the names are those of vLLM's call
+            self,
+            output: torch.Tensor,  # (tokens, K)
+            hidden_states: torch.Tensor,  # (tokens, K)
+            w1: torch.Tensor,  # (E, 2·N, K): gate, then up
+            w2: torch.Tensor,  # (E, K, N)
+            topk_weights: torch.Tensor,  # (tokens, experts of a token)
+            topk_ids: torch.Tensor,  # (tokens, experts of a token)
+            activation: MoEActivation,
+            apply_router_weight_on_input: bool,
+            **_: Any,
+        ) -> None:
+            assert activation == MoEActivation.SILU and not apply_router_weight_on_input, "experts of another kind"
+            lora = self._lora_context  # None without LoRA; one adapter for all requests or none, as `generate` has it
+            use_adapter = lora is not None and not lora.punica_wrapper.no_lora
+            total = torch.zeros(output.shape)  # (tokens, K) fp32
+            for e in topk_ids.unique().tolist():
+                token, place = torch.where(topk_ids == e)  # (rows,), (rows,)
+                x = hidden_states[token]  # (rows, K)
+                gate_up = x @ w1[e].T  # (rows, 2·N)
+                if use_adapter:  # vLLM has multiplied B by alpha / r
+                    pairs = zip(lora.w13_lora_a_stacked, lora.w13_lora_b_stacked)
+                    gate_up += torch.cat([x @ a[0, e].T @ b[0, e].T for a, b in pairs], -1)
+                gate, up = gate_up.chunk(2, -1)  # (rows, N) each
+                h = torch.nn.functional.silu(gate) * up  # (rows, N)
+                y = h @ w2[e].T  # (rows, K)
+                if use_adapter:
+                    y += h @ lora.w2_lora_a_stacked[0][0, e].T @ lora.w2_lora_b_stacked[0][0, e].T
+                total.index_add_(0, token, y.float() * topk_weights[token, place, None].float())
+            output.copy_(total)
+
+    for module in (modelopt, compressed_tensors):
+        module.select_nvfp4_moe_backend = lambda *args, **kwargs: (NvFp4MoeBackend.EMULATION, DecodedExperts)
 
 
 # (A of all slices, B of all slices on a diagonal) by fused layer, for the adapter that was pushed last.
