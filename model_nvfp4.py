@@ -130,8 +130,7 @@ if find_spec("triton"):
 
 def decode_triton(packed, scale, global_scale, dtype=torch.bfloat16):
     """`decode_reference` on a GPU; matrices and (E, N, K) stacks alike."""
-    assert packed.is_contiguous(), "the kernel walks the codes as flat bytes"
-    assert scale.is_contiguous(), "the kernel walks the scales as flat bytes"
+    assert packed.is_contiguous() and scale.is_contiguous(), "the kernel walks both as flat bytes"
     out = torch.empty(*packed.shape[:-1], packed.shape[-1] * 2, dtype=dtype, device=packed.device)  # (…, N, K)
     expert_bytes = packed.numel() // global_scale.numel()
     grid = (triton.cdiv(packed.numel(), 1024),)
@@ -144,9 +143,7 @@ def decode(packed, scale, global_scale, dtype=torch.bfloat16):
     if packed.is_cuda:
         return decode_triton(packed, scale, global_scale, dtype)
     if packed.dim() == 3:
-        return torch.stack(
-            [decode_table(*parts, dtype=dtype) for parts in zip(packed, scale, global_scale)]
-        )  # (E, N, K)
+        return torch.stack([decode_table(*parts, dtype) for parts in zip(packed, scale, global_scale)])  # (E, N, K)
     return decode_table(packed, scale, global_scale, dtype)
 
 
@@ -418,9 +415,7 @@ def read_segment(stored: Stored, ids: torch.Tensor) -> torch.Tensor:
 
 def read_headers(folder: Path) -> dict[str, Stored]:
     """Every tensor of the folder's safetensors files by name; no weight byte is read."""
-    require(
-        folder.is_dir(), f"{folder} is not a folder; give a checkpoint folder with config.json and *.safetensors files"
-    )
+    require(folder.is_dir(), f"{folder} is not a folder; give a checkpoint folder (config.json and *.safetensors)")
     files = sorted(folder.glob("*.safetensors"))
     require(files, f"{folder} holds no *.safetensors weights")
     if index := read_json(folder, "model.safetensors.index.json"):
@@ -465,9 +460,8 @@ def read_checkpoint(folder: str | Path) -> dict[str, Weight]:
                 dtype = stored[f"{base}.weight_scale"].dtype
                 require(dtype == torch.float8_e4m3fn, f"{data} is packed with {dtype} scales; NVFP4 has float8_e4m3fn")
             for name in names:
-                require(
-                    f"{base}.{name}" in stored, f"{data} has no {base}.{name} beside it; the checkpoint is incomplete"
-                )
+                sentence = f"{data} has no {base}.{name} beside it; the checkpoint is incomplete"
+                require(f"{base}.{name}" in stored, sentence)
             weight = Weight(f"{base}.weight", "nvfp4", data, *(stored[f"{base}.{name}"] for name in names))
             check_nvfp4(weight)
         elif leaf == "weight" and data.dtype == torch.float8_e4m3fn:
@@ -482,9 +476,7 @@ def read_checkpoint(folder: str | Path) -> dict[str, Weight]:
         weights[weight.name] = weight
         used |= {part.key for part in weight.stored}
     stray = [str(stored[key]) for key in stored if key not in used and key.rpartition(".")[2] in SCALES]
-    require(
-        not stray, f"{''.join(stray[:1])} scales no weight ({len(stray)} such tensors); the checkpoint is incomplete"
-    )
+    require(not stray, f"{''.join(stray[:1])} scales no weight ({len(stray)} such); the checkpoint is incomplete")
     return weights
 
 
@@ -526,19 +518,15 @@ def check_checkpoint(model_dir: str | Path) -> dict:
     packed = [w for w in weights.values() if w.format == "nvfp4"]
     command = f"python model_nvfp4.py quantize {folder} OUT --a16"
     require(packed, f"{folder} is not an NVFP4 checkpoint; make one with: {command}")
-    require(
-        method != "none", f"{folder}/config.json has no quantization_config, which vLLM needs to read packed weights"
-    )
+    require(method != "none", f"{folder}/config.json has no quantization_config, which vLLM needs for packed weights")
     groups = (quant.get("config_groups") or {}).values()
     groups = [group for group in groups if (group.get("weights") or {}).get("num_bits") == 4]
     for size in [group["weights"].get("group_size") for group in groups] + [quant.get("group_size")]:
         require(size in (BLOCK, None), f"{folder}/config.json has group_size {size}; NVFP4 has blocks of {BLOCK}")
     ignore = quant.get("ignore") or quant.get("exclude_modules") or []
     for weight in packed:
-        ignored = is_ignored(weight.name.removesuffix(".weight"), ignore)
-        require(
-            not ignored, f"{weight.data} is packed, but the config's ignore list names it: vLLM would read it as dense"
-        )
+        sentence = f"{weight.data} is packed, but the config's ignore list names it: vLLM would read it as dense"
+        require(not is_ignored(weight.name.removesuffix(".weight"), ignore), sentence)
     check_global_scales(packed)
     algorithms = [quant.get("quant_algo") or "", *(v["quant_algo"] for v in quant.get("quantized_layers", {}).values())]
     weight_only = any("A16" in name for name in algorithms)
@@ -568,11 +556,11 @@ def check_global_scales(packed: list[Weight]) -> None:
         require(0 < value < math.inf, f"{weight.global_scale} is no positive finite number; the checkpoint is damaged")
     folder = packed[0].data.file.parent
     for members in fused_families(values):
-        require(
-            len({values[name] for name in members}) <= 1,
-            f"{folder}: {', '.join(members)} have different global scales, and vLLM, which fuses them, would keep one and "
-            f"damage the others; rewrite them with: python model_nvfp4.py quantize {folder} OUT",
+        sentence = (
+            f"{folder}: {', '.join(members)} have different global scales, of which vLLM would keep one and damage"
         )
+        sentence += f" the others; rewrite them with: python model_nvfp4.py quantize {folder} OUT"
+        require(len({values[name] for name in members}) <= 1, sentence)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -991,9 +979,7 @@ def stack_expert_lora(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
         ]
         for name, leaves in ((f"{path}.base_layer", ("gate_proj", "w1", "up_proj", "w3")), (path, ("down_proj", "w2"))):
             stacked[f"{name}.lora_A.weight"] = torch.cat(get("A", *leaves[: len(leaves) // 2]))  # gate and up share A
-            stacked[f"{name}.lora_B.weight"] = torch.stack(get("B", *leaves), dim=-1).flatten(
-                1
-            )  # (N, r, E) -> (N, r·E)
+            stacked[f"{name}.lora_B.weight"] = torch.stack(get("B", *leaves), dim=-1).flatten(1)  # (N, r·E)
     return stacked
 
 
@@ -1004,10 +990,9 @@ def save_adapter(
     from peft import LoraConfig
     from safetensors.torch import save_file
 
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    save_file(
-        {k: v.contiguous() for k, v in tensors.items()}, Path(folder) / "adapter_model.safetensors", {"format": "pt"}
-    )
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "adapter_model.safetensors", {"format": "pt"})
     LoraConfig(
         r=lora_rank,
         lora_alpha=lora_alpha,
@@ -1074,12 +1059,10 @@ def quantize(source: Path, target: Path, *, a16: bool, ignore: list[str], recipe
                 if name not in chosen:
                     out[name] = data
                     continue
-                packed, scale, global_scale = encode(data, amax[family(weight)], recipe)
+                packed, scale, factor = encode(data, amax[family(weight)], recipe)
                 out[f"{base}.weight_packed" if ct else name] = packed
                 out[f"{base}.weight_scale"] = scale.view(torch.float8_e4m3fn)
-                out[f"{base}.weight_{'global_scale' if ct else 'scale_2'}"] = (
-                    1 / global_scale if ct else global_scale[0]
-                )
+                out[f"{base}.weight_{'global_scale' if ct else 'scale_2'}"] = 1 / factor if ct else factor[0]
                 if not a16:
                     value = INPUT_GLOBAL_SCALE if ct else 1 / INPUT_GLOBAL_SCALE
                     out[f"{base}.input_{'global_scale' if ct else 'scale'}"] = torch.full((1,) if ct else (), value)
@@ -1121,39 +1104,24 @@ def share_global_scales(source: Path, target: Path) -> None:
 
 
 def write_configs(source: Path, target: Path, *, ignore: list[str], a16: bool, dialect: str) -> None:
-    config = read_json(source, "config.json")
-    config.pop("quantization_config", None)
     ignore = sorted({"lm_head", *ignore})
-    scheme = {"num_bits": 4, "type": "float", "group_size": BLOCK, "dynamic": False}
+    weights = {"num_bits": 4, "type": "float", "group_size": BLOCK, "dynamic": False}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None if a16 else weights}
+    quant = {"quant_method": dialect, "config_groups": {"group_0": group}, "ignore": ignore}
     if dialect == "modelopt":
-        algorithm = "W4A16_NVFP4" if a16 else "NVFP4"
-        group = {"targets": ["Linear"], "weights": scheme, "input_activations": None if a16 else scheme}
-        quant = {
-            "quant_method": "modelopt",
-            "quant_algo": algorithm,
-            "config_groups": {"group_0": group},
-            "ignore": ignore,
-        }
-        old = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "group_size": BLOCK, "exclude_modules": ignore}
-        old = {"producer": {"name": "modelopt"}, "quantization": old}
+        quant["quant_algo"] = "W4A16_NVFP4" if a16 else "NVFP4"
+        old = {"quant_algo": quant["quant_algo"], "kv_cache_quant_algo": None, "group_size": BLOCK}
+        old = {"producer": {"name": "modelopt"}, "quantization": old | {"exclude_modules": ignore}}
         (target / "hf_quant_config.json").write_text(json.dumps(old, indent=2) + "\n")
     else:
-        scheme |= {"strategy": "tensor_group", "symmetric": True}
-        stored = {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
-        group = {
-            "targets": ["Linear"],
-            "format": "nvfp4-pack-quantized",
-            "weights": scheme | stored,
-            "input_activations": None if a16 else scheme | stored | {"dynamic": "local"},
-        }
-        quant = {
-            "quant_method": "compressed-tensors",
-            "format": "nvfp4-pack-quantized",
-            "quantization_status": "compressed",
-            "config_groups": {"group_0": group},
-            "ignore": ignore,
-        }
-    (target / "config.json").write_text(json.dumps(config | {"quantization_config": quant}, indent=2) + "\n")
+        weights |= {"strategy": "tensor_group", "symmetric": True}
+        weights |= {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
+        group["format"] = quant["format"] = "nvfp4-pack-quantized"
+        quant["quantization_status"] = "compressed"
+        if not a16:
+            group["input_activations"] = weights | {"dynamic": "local"}
+    config = read_json(source, "config.json") | {"quantization_config": quant}
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def gguf_to_folder(gguf: Path, folder: Path) -> None:
@@ -1163,9 +1131,8 @@ def gguf_to_folder(gguf: Path, folder: Path) -> None:
     require(find_spec("gguf"), f"{gguf} needs the package gguf to be read: pip install gguf")
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     quant = GgufConfig(dequantize=True)
-    AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16, quantization_config=quant).save_pretrained(
-        folder
-    )
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16, quantization_config=quant)
+    model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
 
 
@@ -1187,9 +1154,7 @@ def quantize_command(args) -> None:
             source = Path(snapshot_download(args.source, ignore_patterns=["*.bin", "*.pth", "original/*"]))
         except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
             raise UserError(f"{args.source} is neither a path here nor a model the Hub gives: {error}") from error
-    unfinished = target.with_name(
-        f"{target.name}.{os.getpid()}.tmp"
-    )  # renamed at the end, so a folder is complete or absent
+    unfinished = target.with_name(f"{target.name}.{os.getpid()}.tmp")  # renamed at the end: complete or absent
     unfinished.mkdir(parents=True)
     dense = source
     if source.suffix == ".gguf":
