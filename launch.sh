@@ -45,7 +45,6 @@ recipe() {
     # Expected per GPU: 12 GB of weights on both sides and a KV cache for 90 samples while generating, 37 GB in all while
     # training; host 21 GB. A step: 120 s generating, 74 s training; 100 steps: 5.4 hours.
     # DAPO-Math-17k without its duplicates: 17,398 problems, the answer (an integer) in the field `solution`.
-    # AIME 2024 avg@8 before and after: bash launch.sh eval --model models/Qwen3-8B-NVFP4 [--adapter runs/…/adapter] --k 8
     ABOUT="Qwen3-8B on DAPO's mathematics, one GPU of 80 GB"
     MACHINE=(--gpus 1 --gpu h100 --gpu-memory 80 --host-memory 200)
     FACTS=(--prompt-tokens 150)
@@ -53,7 +52,7 @@ recipe() {
       .venv/bin/python model_nvfp4.py quantize models/Qwen3-8B models/Qwen3-8B-NVFP4 --a16"
     FLAGS=(--model models/Qwen3-8B-NVFP4
       --dataset open-r1/DAPO-Math-17k-Processed --prompt-key prompt --answer-key solution
-      --heldout 64 --heldout-samples 4 --eval-every 10
+      --eval-benchmark aime2024 --eval-every 10 --heldout-samples 8 --eval-temperature 0.6 --eval-top-p 0.95
       --steps 100 --prompts 16 --group-size 8 --completion-tokens 8192 --temperature 1.0 --truncated mask
       --lora-rank 32 --lora-alpha 64 --lr 2e-5 --warmup 5
       --sleep level1 --gpu-memory-utilization 0.8 --max-tokens 32768 --activation-checkpointing --keep 2) ;;
@@ -69,7 +68,7 @@ recipe() {
       .venv/bin/python model_nvfp4.py quantize models/Qwen3-30B-A3B models/Qwen3-30B-A3B-NVFP4 --a16"
     FLAGS=(--model models/Qwen3-30B-A3B-NVFP4
       --dataset open-r1/DAPO-Math-17k-Processed --prompt-key prompt --answer-key solution
-      --heldout 64 --heldout-samples 4 --eval-every 10
+      --eval-benchmark aime2024 --eval-every 10 --heldout-samples 8 --eval-temperature 0.6 --eval-top-p 0.95
       --steps 100 --prompts 64 --group-size 16 --completion-tokens 16384 --temperature 1.0 --truncated mask
       --lora-rank 32 --lora-alpha 64 --lr 2e-5 --warmup 5
       --sleep level1 --gpu-memory-utilization 0.85 --max-tokens 32768 --activation-checkpointing --keep 2) ;;
@@ -88,7 +87,7 @@ recipe() {
     GET=".venv/bin/hf download mistralai/Mistral-Large-4-1T-A52B-NVFP4 --local-dir models/Mistral-Large-4-NVFP4"
     FLAGS=(--model models/Mistral-Large-4-NVFP4
       --dataset open-r1/DAPO-Math-17k-Processed --prompt-key prompt --answer-key solution
-      --heldout 64 --heldout-samples 4 --eval-every 25
+      --eval-benchmark aime2024 --eval-every 25 --heldout-samples 8 --eval-temperature 0.6 --eval-top-p 0.95
       --steps 75 --prompts 64 --group-size 16 --completion-tokens 16384 --temperature 1.0 --truncated mask
       --lora-rank 16 --lora-alpha 32 --lora-targets q_proj,o_proj,kv_a_proj_with_mqa --lr 2e-5 --warmup 5
       --tp 4 --sleep level1 --gpu-memory-utilization 0.83 --max-tokens 32768 --activation-checkpointing --keep 2) ;;

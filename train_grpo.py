@@ -1119,6 +1119,19 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument(
         "--eval-every", type=int, default=0, help="steps between evaluations; 0 for before and after only"
     )
+    group.add_argument(
+        "--eval-benchmark",
+        default=None,
+        help="judge by this instead of held-out problems: aime2024, …, or a JSONL file",
+    )
+    group.add_argument("--data-dir", default=None, help="folder with NAME.jsonl of the benchmarks, instead of the Hub")
+    group.add_argument(
+        "--eval-tokens", type=int, default=None, help="longest completion when judged; default as in training"
+    )
+    group.add_argument(
+        "--eval-temperature", type=float, default=None, help="0.6 is usual for AIME; default as in training"
+    )
+    group.add_argument("--eval-top-p", type=float, default=1.0, help="0.95 is usual for AIME")
 
     group = parser.add_argument_group("rollouts")
     group.add_argument(
@@ -1292,13 +1305,17 @@ def load_own_reward(spec: str) -> Any:
 
 def read_data(args: argparse.Namespace) -> tuple[list[Problem], list[Problem]]:
     """(training, held-out) problems, disjoint. Raises UserError naming file, line or key."""
+    num_heldout = 0 if args.eval_benchmark else args.heldout
     if args.dataset == "arithmetic":
-        return arithmetic_problems(args.seed, num_heldout=args.heldout)
-    problems = read_problems(args.dataset, prompt_key=args.prompt_key, answer_key=args.answer_key)
-    random.Random(f"split {args.seed}").shuffle(problems)
-    heldout = problems[: args.heldout]
+        problems, heldout = arithmetic_problems(args.seed, num_heldout=num_heldout)
+    else:
+        problems = read_problems(args.dataset, prompt_key=args.prompt_key, answer_key=args.answer_key)
+        random.Random(f"split {args.seed}").shuffle(problems)
+        heldout = problems[:num_heldout]
+    if args.eval_benchmark:
+        heldout = read_problems(args.eval_benchmark, data_dir=args.data_dir)
     texts = {problem.problem for problem in heldout}
-    train = [problem for problem in problems[args.heldout :] if problem.problem not in texts]
+    train = [problem for problem in problems if problem.problem not in texts]
     if not train:
         raise UserError(
             f"--dataset {args.dataset} has {len(problems)} problems and --heldout {args.heldout} leaves none to train on."
@@ -1434,6 +1451,8 @@ def main() -> None:
     model_nvfp4.check_checkpoint(args.model)
     run_dir, checkpoint = open_run(args)
     train, heldout = read_data(args)
+    eval_tokens = args.eval_tokens or args.completion_tokens
+    judged_on = args.eval_benchmark or "held-out"
     check_references([*train, *heldout], args.reward)
     own_reward = load_own_reward(args.reward) if args.reward else None
     from transformers import AutoConfig, AutoTokenizer
@@ -1441,17 +1460,19 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     conversations = {p.problem: conversation(p, args.prompt_template) for p in [*train, *heldout]}
     prompt_ids = dict(zip(conversations, rollout.encode_prompts(tokenizer, list(conversations.values()))))
-    longest = max(prompt_ids, key=lambda text: len(prompt_ids[text]))
-    context = len(prompt_ids[longest]) + args.completion_tokens
+    room = {p.problem: args.completion_tokens for p in train} | {p.problem: eval_tokens for p in heldout}
+    longest = max(room, key=lambda text: len(prompt_ids[text]) + room[text])
+    context = len(prompt_ids[longest]) + room[longest]
     model_context = AutoConfig.from_pretrained(args.model).get_text_config().max_position_embeddings
     if context > model_context:
         raise UserError(
-            f"the longest prompt has {len(prompt_ids[longest])} tokens ({longest[:60]!r}…) and --completion-tokens is "
-            f"{args.completion_tokens}, together above the model's context of {model_context}; drop that problem or ask for less."
+            f"the longest prompt has {len(prompt_ids[longest])} tokens ({longest[:60]!r}…) and its completion may have "
+            f"{room[longest]} (--completion-tokens, --eval-tokens), together above the model's context of {model_context}; "
+            f"drop that problem or ask for less."
         )
     start_step = json.loads((checkpoint / "state.json").read_text())["step"] if checkpoint else 0
     say(
-        f"{args.model} on {args.dataset}: {len(train)} training and {len(heldout)} held-out problems, context {context}; "
+        f"{args.model} on {args.dataset}: {len(train)} training and {len(heldout)} {judged_on} problems, context {context}; "
         f"{args.steps} steps of {args.prompts} × {args.group_size} samples on {world} rank{'s' * (world > 1)}; "
         f"run {run_dir}" + (f", going on after step {start_step}" if checkpoint else "")
     )
@@ -1560,9 +1581,9 @@ def main() -> None:
                 tokenizer,
                 heldout,
                 k=args.heldout_samples,
-                temperature=args.temperature,
-                top_p=1.0,
-                max_tokens=args.completion_tokens,
+                temperature=args.temperature if args.eval_temperature is None else args.eval_temperature,
+                top_p=args.eval_top_p,
+                max_tokens=eval_tokens,
                 seed=args.seed,
                 template=args.prompt_template,
                 use_adapter=True,
@@ -1570,7 +1591,7 @@ def main() -> None:
         if rank == 0:
             evaluations.append({"step": step, **report})
             append_jsonl(paths["evaluations"], evaluations[-1:])
-            bar.write(f"step {step:4d}  held-out accuracy {report['avg']:.3f} ± {report['avg_se']:.3f}")
+            bar.write(f"step {step:4d}  {judged_on} accuracy {report['avg']:.3f} ± {report['avg_se']:.3f}")
 
     def rollout_round(step: int, refill: int, num_prompts: int, seconds: dict[str, float]) -> tuple[list[Any], ...]:
         """Ask, sample, grade: (problems, samples, verdicts, values), the last three group-contiguous. Collective."""
