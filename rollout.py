@@ -215,16 +215,15 @@ def kernels(engine: LLM) -> str:
     """What runs the linear and attention layers, such as "MarlinNvFp4LinearKernel × 112, FlashAttentionImpl × 28"."""
 
     def count(model: torch.nn.Module) -> Counter[str]:
-        found: Counter[str] = Counter()
+        chosen = {}  # by id: a layer and the LoRA around it show the same one
         for module in model.modules():
-            method, scheme = getattr(module, "quant_method", None), getattr(module, "scheme", None)
-            holders = [x for x in (scheme, method) if x is not None]
-            chosen = [v for x in holders for v in vars(x).values() if type(v).__name__.endswith("Kernel")]
-            if chosen or method is not None:
-                found[type((chosen or [method])[0]).__name__] += 1
-            if type(getattr(module, "impl", None)).__name__.endswith("Impl"):
-                found[type(module.impl).__name__] += 1
-        return found
+            method, impl = getattr(module, "quant_method", None), getattr(module, "impl", None)
+            holders = [x for x in (getattr(module, "scheme", None), method) if x is not None]
+            kernels = [v for x in holders for v in vars(x).values() if type(v).__name__.endswith("Kernel")]
+            for used in (*(kernels[:1] or [method]), impl):
+                if type(used).__name__.endswith(("Kernel", "LinearMethod", "MoEMethod", "Impl")):
+                    chosen[id(used)] = type(used).__name__
+        return Counter(chosen.values())
 
     return ", ".join(f"{name} × {number}" for name, number in sorted(engine.apply_model(count)[0].items()))
 
