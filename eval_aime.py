@@ -366,6 +366,7 @@ def evaluate(
     progress: bool = True,
     settings: dict[str, Any] | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
+    stop: list[str] | None = None,
 ) -> dict[str, Any]:
     """k samples of every problem, graded and summarized. Collective: every rank calls it and returns the same report.
 
@@ -431,7 +432,7 @@ def evaluate(
 
         generate(
             engine, [prompts[i] for i, _ in missing], seeds, max_tokens=max_tokens, temperature=temperature,
-            top_p=top_p, use_adapter=use_adapter, on_sample=on_sample, gather=False,  # the records are enough
+            top_p=top_p, stop=stop, use_adapter=use_adapter, on_sample=on_sample, gather=False,  # the records are enough
         )  # fmt: skip
     parts: list[list[dict[str, Any]]] = [drawn]
     if world > 1:

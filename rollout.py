@@ -4,13 +4,17 @@ The trainer and the evaluation use it like this (each rank of a torchrun job run
 
     engine = build_engine("models/SmolLM2-135M-Instruct-NVFP4", max_model_len=256, max_lora_rank=16)
     with awake(engine):                                          # vLLM owns the GPU inside this block
-        push_adapter(engine, "/dev/shm/adapter", version=3)      # a PEFT folder; replaces the one before
+        push_adapter(engine, "/dev/shm/adapter", version=3)      # a PEFT folder; replaces the one before, and is read back
         samples = generate(engine, prompts, seeds, max_tokens=40, temperature=1.0, use_adapter=True)
 
 What is left out, and why:
 1. No server, no Ray, no other process: vLLM's `external_launcher` runs the engine inside the torchrun rank.
 2. No merging of the adapter into 4-bit weights: it would be rounded away; vLLM applies it as LoRA.
 3. No sleep level 2: it drops quantised weights and LoRA slots (vLLM issues 57163, 28606, 54235).
+4. No push without a file: through /dev/shm the tensors take the path that vLLM itself tests (names, slices of a TP group,
+   experts), and what the private way saves is within the noise of a step (tests/benchmarks/bench_rollout.py).
+5. No replay of the experts that the engine chose: vLLM returns them (`enable_return_routed_experts`, its GPU runner only), but
+   transformers writes each model's router anew, so the trainer would need code per model. |Δlogp| shows what it costs.
 
 On a machine without a GPU vLLM has no NVFP4 kernel and its LoRA is five times too slow; the section "vLLM on a CPU" mends
 both with public hooks. Nothing of it runs where there is a GPU.
@@ -24,6 +28,9 @@ import os
 import re
 import signal
 import sys
+import time
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -72,13 +79,15 @@ def build_engine(
     tp: int = 1,
     sleep: str = "level1",
     gpu_memory_utilization: float = 0.5,
+    w4a4: bool = False,
     engine_args: dict[str, Any] | None = None,
 ) -> LLM:
     """A vLLM engine inside this rank. Call after `init_process_group`; collective over the ranks of a TP group.
 
     `max_model_len` in tokens (prompt and completion); `max_lora_rank` 0 builds an engine without LoRA;
-    `gpu_memory_utilization` is the share of the GPU that vLLM may use while awake; `engine_args` overrides any argument
-    of `vllm.LLM`. Raises UserError when `tp` does not divide the world or the checkpoint does not suit.
+    `gpu_memory_utilization` is the share of the GPU that vLLM may use while awake; `w4a4` lets the engine round activations
+    to 4 bits where checkpoint and GPU can (not what the trainer computes); `engine_args` overrides any argument of
+    `vllm.LLM`. Raises UserError when `tp` does not divide the world or the checkpoint does not suit.
     """
     die_with_launcher()
     on_gpu = torch.cuda.is_available()
@@ -112,16 +121,21 @@ def build_engine(
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": slots[0]}
     if on_gpu:
         arguments |= {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": sleep != "off"}
+        if not w4a4:  # only Blackwell would do otherwise; there the two ways are .24 nats a token apart (facts of a CPU emulation)
+            arguments["kernel_config"] = {"linear_backend_per_quant": {"nvfp4_w4a4": "marlin"}}
     else:
         # 32 tokens a block: with the CPU default of 128, prompts of 100 tokens share no block at all (facts: 2.9 times slower).
         norms = {"rms_norm": ["cpu", "native"], "fused_add_rms_norm": ["cpu", "native"]}
         arguments |= {"block_size": 32, "enforce_eager": True, "dtype": "bfloat16", "ir_op_priority": norms}
+        # A seeded request whose prompt is cut in two ends in "CPU Generator does not use offset" (gpu_model_runner.py).
+        arguments["enable_chunked_prefill"] = False
     arguments |= engine_args or {}
 
     engine = LLM(**arguments)
     engine.sleep_mode = sleep if arguments.get("enable_sleep_mode") else "off"  # type: ignore[attr-defined]
     engine.policy_version = None  # type: ignore[attr-defined]
     engine.kv_awake = True  # type: ignore[attr-defined]
+    engine.stats = {}  # type: ignore[attr-defined]  # of the last `awake` block, for the metrics
     if engine.sleep_mode != "off":
         fall_asleep(engine)
     return engine
@@ -154,6 +168,66 @@ def check_architecture(model_dir: str | Path) -> None:
         )
 
 
+def check_sleep(sleep: str, weight_bytes: int, tp: int, root: Path = Path("/")) -> None:
+    """Raises UserError when this node's memory cannot hold what `sleep` moves there, or the allocator would break it.
+
+    `weight_bytes` of the checkpoint; needs no GPU and no engine. Level 1 keeps one copy per engine in pinned memory, and
+    torch rounds each pinned block up to a power of two: 1.44 times as much for sizes spread evenly (1 / ln 2).
+    """
+    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if sleep != "off" and "expandable_segments:true" in settings.lower().replace(" ", ""):
+        # vLLM 0.32 switches them off while it fills its pools, but not while it captures graphs (cumem.py).
+        raise UserError(
+            "expandable_segments:True does not go with vLLM's sleep mode (pytorch issue 147851); take it out of "
+            "PYTORCH_CUDA_ALLOC_CONF, or use --sleep off."
+        )
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE", 1))
+    wanted, free = 1.44 * weight_bytes * local_ranks / tp / 2**30, free_host_memory(root) / 2**30
+    if sleep == "level1" and wanted > free:
+        raise UserError(
+            f"--sleep level1 would keep {wanted:.0f} GiB of engine weights in this node's memory, which has {free:.0f} GiB free; "
+            "use --sleep kv (weights stay on the GPU, only the KV cache is handed over) or a larger --tp."
+        )
+
+
+def free_host_memory(root: Path = Path("/")) -> int:
+    """Bytes that this process may still take: the kernel's estimate, or what the tightest control group above it leaves.
+
+    Version 2 groups; a group's inactive file pages count as free, since the kernel drops them first. (A container's own
+    group appears as the root of /sys/fs/cgroup.)
+    """
+    meminfo = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
+    free = [int(meminfo["MemAvailable"].split()[0]) * 1024]
+    top = root / "sys/fs/cgroup"
+    groups = (root / "proc/self/cgroup").read_text().splitlines()
+    own = next((line[3:].strip("/") for line in groups if line.startswith("0::")), "")
+    for group in (top / own, *(top / own).parents):
+        if group.is_relative_to(top) and (group / "memory.max").exists():
+            limit = (group / "memory.max").read_text().strip()
+            if limit != "max":
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])
+                free.append(int(limit) - used)
+    return max(0, min(free))
+
+
+def kernels(engine: LLM) -> str:
+    """What runs the linear and attention layers, such as "MarlinNvFp4LinearKernel × 112, FlashAttentionImpl × 28"."""
+
+    def count(model: torch.nn.Module) -> Counter[str]:
+        chosen = {}  # by id: a layer and the LoRA around it show the same one
+        for module in model.modules():
+            method, impl = getattr(module, "quant_method", None), getattr(module, "impl", None)
+            holders = [x for x in (getattr(module, "scheme", None), method) if x is not None]
+            kernels = [v for x in holders for v in vars(x).values() if type(v).__name__.endswith("Kernel")]
+            for used in (*(kernels[:1] or [method]), impl):
+                if type(used).__name__.endswith(("Kernel", "LinearMethod", "MoEMethod", "Impl")):
+                    chosen[id(used)] = type(used).__name__
+        return Counter(chosen.values())
+
+    return ", ".join(f"{name} × {number}" for name, number in sorted(engine.apply_model(count)[0].items()))
+
+
 def die_with_launcher() -> None:
     """Have the kernel kill this rank when torchrun dies. torchrun starts ranks in sessions of their own, so a `kill -9` of it
     would leave them training unseen, with the GPUs in their hands and two writers in the run folder after the restart.
@@ -171,23 +245,31 @@ def awake(engine: LLM) -> Iterator[LLM]:
     reset of the prefix cache (`push_adapter`); the KV cache last, just before the first request (`generate`), so that the
     adapter's copy and the full cache never stand side by side; sleep and hand the memory back on the way out.
     Without sleep mode (CPU, or `--sleep off`) there is nothing to hand over and the block is only an indentation.
+    After an exception the engine stays awake: the process is about to end, and a sleep that fails in its turn (every CUDA
+    call does, after the first illegal access) would hide the first cause. `engine.stats["memory_gib"]` has the memory in use
+    on this rank's GPU (without one: of this process) asleep, awake, and asleep again.
     """
+    engine.stats = {"memory_gib": {"before": used_memory()}}
     if engine.sleep_mode == "level1":
         engine.wake_up(tags=["weights"])
-    try:
-        yield engine
-    finally:
-        if engine.sleep_mode != "off":
-            fall_asleep(engine)
+    yield engine
+    engine.stats["memory_gib"]["awake"] = used_memory()
+    if engine.sleep_mode != "off":
+        fall_asleep(engine)
+    engine.stats["memory_gib"]["after"] = used_memory()
 
 
 def fall_asleep(engine: LLM) -> None:
-    """Give the GPU back: `level1` moves the weights to host memory and drops the KV cache, `kv` drops the KV cache only."""
-    engine.reset_prefix_cache()
+    """Give the GPU back: `level1` moves the weights to host memory and drops the KV cache, `kv` drops the KV cache only.
+
+    Both forget cached prefixes. The calls are LLM's own: a `discard` sent to the workers past the executor leaves it
+    convinced that nothing sleeps, and the next `wake_up` does nothing but warn.
+    """
     if engine.sleep_mode == "level1":
         engine.sleep(level=1)
-    else:
-        engine.collective_rpc("discard", args=(("kv_cache",),))
+    elif engine.kv_awake:
+        engine.sleep(level=0)  # only pauses the scheduler, which the next line asks for
+        engine.release_kv_cache_memory()
     engine.kv_awake = False
     gc.collect()
     torch.cuda.empty_cache()
@@ -196,15 +278,25 @@ def fall_asleep(engine: LLM) -> None:
 def wake_kv_cache(engine: LLM) -> None:
     """Map the KV cache if it is not there yet; the last step of waking up."""
     if not engine.kv_awake:
-        engine.wake_up(tags=["kv_cache"])
+        fully_awake = engine.wake_up(tags=["kv_cache"])
+        assert fully_awake, "the KV cache is back but the engine still sleeps: generate outside `with awake(engine)`?"
         engine.kv_awake = True
+
+
+def used_memory() -> float:
+    """GiB in use now: on this rank's GPU by everybody (vLLM's pools are not torch's), without a GPU by this process."""
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        return (total - free) / 2**30
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
 def push_adapter(engine: LLM, folder: str | Path, version: int) -> None:
     """Replace the engine's adapter by the PEFT folder `folder` (at /dev/shm: 0.05 s for 4.9 M parameters).
 
     The same name and id every time, so the engine never holds two. The prefix cache is keyed by name and path, hence the
-    reset: without it, keys and values of the previous policy are served silently.
+    reset: without it, keys and values of the previous policy are served silently. The folder may be overwritten afterwards.
+    Collective over a TP group, each rank with a folder of the same content; fails when what the group then holds is not it.
     """
     from vllm.lora.request import LoRARequest
 
@@ -213,8 +305,74 @@ def push_adapter(engine: LLM, folder: str | Path, version: int) -> None:
     JOINED_ADAPTER.clear()
     # `load_inplace` must not travel with requests: it would reload the adapter on every scheduler step.
     engine.policy = LoRARequest("policy", 1, str(folder))
-    engine.policy_version = version
     assert engine.reset_prefix_cache(), "the prefix cache could not be reset: requests of another policy still run"
+    engine.policy_version = version
+    check_adapter(engine, folder)
+
+
+def check_adapter(engine: LLM, folder: str | Path) -> None:
+    """Read the adapter back from the engine's slots: the sum of all A and of all B must be that of the folder.
+
+    Finds a push that was ignored, an older version, a module left out, a rank of the TP group with another's slice or
+    with none, B scaled twice. It cannot see two modules exchanged, and skips experts; the trainer's parity probe does neither.
+    """
+    from safetensors.torch import load_file
+    from vllm.lora.peft_helper import PEFTHelper
+    from vllm.lora.utils import parse_fine_tuned_lora_name
+
+    held, dtype = engine.collective_rpc(slot_sums)[0]
+    helper = PEFTHelper.from_local_dir(str(folder), None)
+    pushed = torch.zeros(2, 2, dtype=torch.float64)  # (A | B, sum | sum of absolute values)
+    for name, tensor in load_file(Path(folder) / "adapter_model.safetensors").items():
+        if ".experts." in name:
+            continue
+        module, is_a = parse_fine_tuned_lora_name(name)
+        tensor = tensor.to(dtype) * (1 if is_a else helper.get_rank_and_scaling(module)[1])  # vLLM keeps B scaled
+        pushed[0 if is_a else 1] += sums(tensor)
+    # Both sides add the same bf16 values in fp64, only in another order.
+    assert ((held - pushed).abs() <= 1e-9 * pushed[:, 1:]).all(), (
+        f"the engine does not hold the adapter of {folder}: sums of A and B {held[:, 0].tolist()}, pushed {pushed[:, 0].tolist()}"
+    )
+
+
+def sums(tensor: torch.Tensor) -> torch.Tensor:
+    """(sum, sum of absolute values) in fp64."""
+    return torch.stack([tensor.sum(dtype=torch.float64), tensor.abs().sum(dtype=torch.float64)])  # (2,)
+
+
+def slot_sums(worker: Any) -> tuple[torch.Tensor, torch.dtype]:
+    """((2, 2) of A and B: sum and sum of absolute values in the engine's slot, dtype there); the same on a whole TP group.
+
+    A rank holds all of a tensor or a slice, and slices may be repeated (key heads on more ranks than there are). As every
+    element is repeated equally often, the group's sum over the number of copies is the sum of the whole tensor.
+    """
+    from vllm.distributed import get_tp_group
+
+    manager = worker.model_runner.lora_manager._adapter_manager
+    adapter, slot = manager.get_adapter(1), manager.lora_index_to_id.index(1)
+    dtype, kinds, wholes, rows, seen = manager.lora_config.lora_dtype, [], [], [], set()
+    for name, weights in adapter.loras.items():
+        module = manager.modules.get(name)  # None: vLLM ignores this part of the adapter, and the sums will say so
+        if module is None or hasattr(module, "w13_lora_a_stacked"):
+            continue  # experts have a layout of their own and are not read back
+        a, b = weights.lora_a, weights.lora_b
+        if isinstance(b, list) and len(b) != module.n_slices:
+            a, b = module.expand_packed_lora(a, b)
+        for kind, whole, stacked in ((0, a, module.lora_a_stacked), (1, b, module.lora_b_stacked)):
+            for tensor, buffer in zip(whole if isinstance(whole, list) else [whole], stacked):
+                if tensor is None or id(tensor) in seen:
+                    continue  # a slice without an adapter, or one A for several slices
+                seen.add(id(tensor))
+                held = buffer[slot, 0, : tensor.shape[0]] if kind == 0 else buffer[slot, 0, :, : tensor.shape[1]]
+                kinds.append(kind)
+                wholes.append(tensor.numel())
+                rows.append(torch.cat([sums(held), held.new_tensor([held.numel()], dtype=torch.float64)]))
+    totals = torch.stack(rows).cpu()  # (tensors, 3)
+    if get_tp_group().world_size > 1:
+        dist.all_reduce(totals, group=get_tp_group().cpu_group)
+    copies = totals[:, 2] / torch.tensor(wholes)  # (tensors,)
+    result = torch.zeros(2, 2, dtype=torch.float64)
+    return result.index_add(0, torch.tensor(kinds), totals[:, :2] / copies[:, None]), dtype
 
 
 def shutdown(engine: LLM) -> None:
@@ -246,20 +404,26 @@ def encode_prompts(
     return prompts
 
 
-def assign_to_replicas(prompts: list[list[int]], replicas: int) -> list[list[int]]:
-    """Which request runs on which replica: `replicas` lists of request indices, longest prompts first.
+def assign_to_replicas(prompts: list[list[int]], replicas: int, max_tokens: int) -> list[list[int]]:
+    """Which request runs on which replica: `replicas` lists of request indices, each longest expected first.
 
-    Samples of one prompt stay together (they share its keys and values) as long as there are prompts enough for all
-    replicas; with fewer prompts than replicas the samples themselves are dealt out.
+    The longest unit goes to the replica with the least work so far (Graham 1969), work in tokens to compute: the prompt once
+    and `max_tokens` a sample. Nothing else may enter, such as lengths seen before: who computes what would then differ
+    after a resume, and with the batches the rounding. Samples of one prompt are a unit (they share its keys and values) as
+    long as there are prompts enough for all replicas; with fewer the samples themselves are dealt out.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     for index, prompt in enumerate(prompts):
         groups.setdefault(tuple(prompt), []).append(index)
     units = list(groups.values()) if len(groups) >= replicas else [[index] for index in range(len(prompts))]
-    units.sort(key=lambda unit: -len(prompts[unit[0]]))  # stable: equal lengths keep their order on every rank
+    work = {unit[0]: len(prompts[unit[0]]) + max_tokens * len(unit) for unit in units}
+    units.sort(key=lambda unit: -work[unit[0]])  # stable: equal lengths keep their order on every rank
     shares: list[list[int]] = [[] for _ in range(replicas)]
+    loads = [0] * replicas
     for unit in units:
-        min(shares, key=len).extend(unit)
+        least = loads.index(min(loads))
+        shares[least].extend(unit)
+        loads[least] += work[unit[0]]
     return shares
 
 
@@ -282,7 +446,10 @@ def generate(
     Collective: every rank calls it with the same arguments. The requests are split over the replicas; with `gather` every
     rank returns all N samples in request order, without it only its own (the rest are missing from the list).
     `on_sample(index, sample)` is called on the rank that finished a sample, as soon as it is finished.
-    Log-probabilities are those of the sampled tokens after temperature, top-p and top-k.
+    Log-probabilities are those of the sampled tokens after temperature, top-p and top-k. `stop` strings and every
+    end-of-sequence id of the model end a completion and stay inside it.
+    With `gather`, `engine.stats` gets tokens, tokens per second (of all replicas over the slowest one's time) and the share of
+    that time in which each replica had nothing left to do.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -292,8 +459,9 @@ def generate(
     wake_kv_cache(engine)
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     tp = engine.llm_engine.vllm_config.parallel_config.tensor_parallel_size
-    mine = assign_to_replicas(prompts, world // tp)[rank // tp]
+    mine = assign_to_replicas(prompts, world // tp, max_tokens)[rank // tp]
 
+    start = time.perf_counter()
     for index in mine:
         params = SamplingParams(
             max_tokens=max_tokens,
@@ -334,11 +502,23 @@ def generate(
                 on_sample(index, samples[index])
     assert set(samples) == set(mine), f"the engine answered {len(samples)} of {len(mine)} requests"
 
-    if gather and world > tp:
-        parts: list[dict[int, Sample]] = [{} for _ in range(world)]
-        dist.all_gather_object(parts, samples if rank % tp == 0 else {})
-        samples = {index: sample for part in parts for index, sample in part.items()}
+    if gather:
+        # Ranks of a TP group computed the same; the first one's samples count, so that all train on the same numbers.
+        tokens = [samples[index].completion_ids for index in sorted(samples)]
+        part = time.perf_counter() - start, zlib.crc32(str(tokens).encode()), samples if rank % tp == 0 else {}
+        parts = [part] * world
+        if world > 1:
+            dist.all_gather_object(parts, part)
+        busy, digests, shares = zip(*parts)
+        for first in range(0, world, tp):
+            assert len(set(digests[first : first + tp])) == 1, (
+                f"ranks {first} to {first + tp - 1} share an engine (--tp {tp}) and sampled different tokens"
+            )
+        samples = {index: sample for share in shares for index, sample in share.items()}
         assert len(samples) == len(prompts), f"{len(samples)} samples came back for {len(prompts)} requests"
+        slowest, sampled = max(busy), sum(len(sample.completion_ids) for sample in samples.values())
+        idle = [round(1 - seconds / slowest, 4) for seconds in busy[::tp]]
+        engine.stats |= {"tokens": sampled, "tokens_per_second": sampled / slowest, "idle": idle}
     return [samples[index] for index in sorted(samples)]
 
 

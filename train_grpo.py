@@ -1158,7 +1158,26 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument(
         "--gpu-memory-utilization", type=float, default=0.85, help="share of a GPU that vLLM may use while awake"
     )
-    group.add_argument("--engine-args", type=json.loads, default={}, help="JSON of further arguments of vllm.LLM")
+    group.add_argument(
+        "--engine-args",
+        type=json.loads,
+        default={},
+        help="JSON of any arguments of vllm.LLM, such as drafts or backends; they win over ours, unchecked",
+    )
+    group.add_argument(
+        "--engine-w4a4",
+        action="store_true",
+        help="a W4A4 checkpoint rounds activations too (Blackwell): faster, far from the trainer; wants --old-logprobs trainer",
+    )
+    group.add_argument(
+        "--stop", nargs="+", default=None, help="strings that end a completion; costs detokenizing on the way"
+    )
+    group.add_argument(
+        "--chat-template-kwargs",
+        type=json.loads,
+        default={},
+        help="JSON for the chat template, such as '{\"enable_thinking\": false}'; thinking asks for more --completion-tokens",
+    )
 
     group = parser.add_argument_group("algorithm")
     group.add_argument(
@@ -1273,6 +1292,11 @@ def check_flags(args: argparse.Namespace, world: int) -> None:
         )
     if world % args.tp:
         raise UserError(f"--tp {args.tp} does not divide the {world} ranks; use a divisor of {world}.")
+    if args.engine_w4a4 and args.old_logprobs != "trainer":
+        raise UserError(
+            "--engine-w4a4 samples from a rounder model than the one trained; add --old-logprobs trainer (importance weights "
+            "bridge the two) and raise --max-logprob-gap to about 0.4."
+        )
     replicas = world // args.tp
     if args.prompts % replicas:
         below, above = args.prompts // replicas * replicas, -(-args.prompts // replicas) * replicas
@@ -1448,7 +1472,9 @@ def main() -> None:
     # --- Checks: everything a user can get wrong, before anything heavy is loaded ------------------------------------
     check_flags(args, world)
     rollout.check_architecture(args.model)
-    model_nvfp4.check_checkpoint(args.model)
+    summary = model_nvfp4.check_checkpoint(args.model)
+    if torch.cuda.is_available():
+        rollout.check_sleep(args.sleep, summary["weight_bytes"], args.tp)
     run_dir, checkpoint = open_run(args)
     train, heldout = read_data(args)
     eval_tokens = args.eval_tokens or args.completion_tokens
@@ -1459,7 +1485,8 @@ def main() -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     conversations = {p.problem: conversation(p, args.prompt_template) for p in [*train, *heldout]}
-    prompt_ids = dict(zip(conversations, rollout.encode_prompts(tokenizer, list(conversations.values()))))
+    ids = rollout.encode_prompts(tokenizer, list(conversations.values()), args.chat_template_kwargs)
+    prompt_ids = dict(zip(conversations, ids))
     room = {p.problem: args.completion_tokens for p in train} | {p.problem: eval_tokens for p in heldout}
     longest = max(room, key=lambda text: len(prompt_ids[text]) + room[text])
     context = len(prompt_ids[longest]) + room[longest]
@@ -1510,8 +1537,10 @@ def main() -> None:
         tp=args.tp,
         sleep=args.sleep,
         gpu_memory_utilization=args.gpu_memory_utilization,
+        w4a4=args.engine_w4a4,
         engine_args=args.engine_args,
     )
+    say(f"engine: {rollout.kernels(engine)}")
     device = torch.device("cuda" if on_gpu else "cpu")
     register_attention()
     model = model_nvfp4.build_model(
@@ -1586,6 +1615,8 @@ def main() -> None:
                 max_tokens=eval_tokens,
                 seed=args.seed,
                 template=args.prompt_template,
+                chat_template_kwargs=args.chat_template_kwargs,
+                stop=args.stop,
                 use_adapter=True,
             )
         if rank == 0:
@@ -1603,6 +1634,7 @@ def main() -> None:
             [sample_seed(args.seed, step, p.id, member) for p in problems for member in members],
             max_tokens=args.completion_tokens,
             temperature=args.temperature,
+            stop=args.stop,
             use_adapter=True,
         )
         with timed(seconds, "score"):
@@ -1699,7 +1731,7 @@ def main() -> None:
         faulthandler.cancel_dump_traceback_later()
         done = step + 1
         m = step_metrics(done, samples, rewards, unshaped, args.prompts, verdicts, totals, norms, lr, seconds)
-        m["adapter_crc"] = checksum
+        m |= {"adapter_crc": checksum, "engine": engine.stats}
         if rank == 0:
             metrics.append(m)
             append_jsonl(paths["metrics"], [m])

@@ -44,7 +44,7 @@ def launch(*words, ranks=1, check=True):
 
 def comparable(records):
     """Everything of a step but its wall time and memory."""
-    return [{k: v for k, v in record.items() if k not in ("seconds", "memory_gib")} for record in records]
+    return [{k: v for k, v in record.items() if k not in ("seconds", "memory_gib", "engine")} for record in records]
 
 
 # --- Bad input: one sentence, exit code 2, nothing touched -----------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What the adapter and our wrapper cost in generation. Prints medians and ratios of one process.
+"""What the adapter and our wrapper cost in generation, and what a push costs. Prints medians and ratios of one process.
 
     python tests/benchmarks/bench_rollout.py [--model DIR] [--rounds 5] [--stock]
 
@@ -33,6 +33,48 @@ def random_adapter(model_dir: str, folder: str, rank: int = 16) -> None:
     model_nvfp4.save_adapter(folder, tensors, lora_rank=rank, lora_alpha=2 * rank, base_model=model_dir)
 
 
+def time_pushes(engine, model_dir: str, rounds: int) -> dict[str, list[float]]:
+    """Seconds to hand over the adapter: through a folder in memory, through vLLM's private classes, and to read it back."""
+    from safetensors.torch import load_file
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    def put(worker, tensors, helper):
+        manager = worker.model_runner.lora_manager
+        lora = LoRAModel.from_lora_tensors(
+            1, tensors, helper, "cpu", manager.lora_config.lora_dtype, model_vocab_size=manager.vocab_size
+        )
+        manager._adapter_manager.remove_adapter(1)
+        manager._adapter_manager.add_adapter(lora)
+        manager._adapter_manager.activate_adapter(1)
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as source, tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        random_adapter(model_dir, source)
+        tensors = load_file(f"{source}/adapter_model.safetensors")
+        helper = PEFTHelper.from_local_dir(source, None)
+        seconds = {
+            "write the folder": [],
+            "push and read back": [],
+            "of that, read back": [],
+            "push by private classes": [],
+        }
+        for _ in range(rounds + 1):
+            marks = [time.perf_counter()]
+            model_nvfp4.save_adapter(folder, tensors, lora_rank=16, lora_alpha=32, base_model=model_dir)
+            marks.append(time.perf_counter())
+            rollout.push_adapter(engine, folder, version=1)
+            marks.append(time.perf_counter())
+            rollout.check_adapter(engine, folder)
+            marks.append(time.perf_counter())
+            engine.collective_rpc(put, args=({name: t.clone() for name, t in tensors.items()}, helper))
+            engine.reset_prefix_cache()
+            marks.append(time.perf_counter())
+            for name, before, after in zip(seconds, marks, marks[1:]):
+                seconds[name].append(after - before)
+        rollout.push_adapter(engine, source, version=1)
+    return {name: values[1:] for name, values in seconds.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="models/SmolLM2-135M-Instruct-NVFP4")
@@ -53,6 +95,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         random_adapter(args.model, folder)
         rollout.push_adapter(engine, folder, version=1)
+
+    pushes = time_pushes(engine, args.model, args.rounds)
 
     def ours(use_adapter: bool, seed: int) -> float:
         engine.reset_prefix_cache()
@@ -89,6 +133,8 @@ def main() -> None:
     pairs = list(zip(*rates.values()))
     print(f"with / without adapter             {statistics.median(b / a for a, b, _ in pairs):.3f}")
     print(f"ours / bare LLM.generate           {statistics.median(b / c for _, b, c in pairs):.3f}")
+    for name, values in pushes.items():
+        print(f"{name:34s} {statistics.median(values):6.3f} s  ({min(values):.3f} to {max(values):.3f})")
     rollout.shutdown(engine)
 
 
