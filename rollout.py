@@ -594,6 +594,7 @@ def prepare_cpu() -> None:
 
     linear.register_linear_kernel(DecodedNvFp4LinearKernel, PlatformEnum.CPU, "nvfp4")  # W4A4 checkpoints
     linear.MarlinNvFp4LinearKernel = DecodedNvFp4LinearKernel  # W4A16 checkpoints: vLLM forces Marlin by name
+    PunicaWrapperCPU.update_metadata = update_metadata
     PunicaWrapperCPU.add_lora_linear = add_lora_linear
     PunicaWrapperCPU.add_lora_logits = add_lora_logits
     serve_experts()
@@ -672,6 +673,12 @@ def packed_linear(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor
     return lambda x: layer.cpu_linear(x, layer.weight, None)
 
 
+def update_metadata(self: Any, *args: Any, **kwargs: Any) -> None:
+    """`PunicaWrapperCPU.update_metadata`, and once a batch what add_lora_linear would ask in each of its layers."""
+    super(type(self), self).update_metadata(*args, **kwargs)
+    self.some_without_adapter = bool((self.token_lora_indices < 0).any())
+
+
 def add_lora_linear(
     self: Any,
     y: torch.Tensor,  # (tokens, sum of output_slices)
@@ -700,9 +707,8 @@ def add_lora_linear(
     a, b = JOINED_ADAPTER[key]
     x = x.view(-1, x.shape[-1])  # (tokens, K)
     hidden = a(x)  # (tokens, slices·r)
-    has_adapter = self.token_lora_indices[: x.shape[0]] >= 0  # (tokens,)
-    if not has_adapter.all():
-        hidden *= has_adapter.unsqueeze(1)
+    if self.some_without_adapter:
+        hidden *= (self.token_lora_indices[: x.shape[0]] >= 0).unsqueeze(1)
     y.view(-1, y.shape[-1]).add_(b(hidden))
 
 

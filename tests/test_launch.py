@@ -359,7 +359,7 @@ def test_two_nodes_of_two_ranks_train_one_run(tmp_path):
         "intermediate_size": 128,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 16,
+        "head_dim": 32,
     }
     sizes |= {"num_hidden_layers": 2, "vocab_size": 49152, "max_position_embeddings": 512}
     source = tiny_checkpoint("Llama", tmp_path / "source", std=0.02, **sizes)

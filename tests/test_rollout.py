@@ -46,6 +46,9 @@ def test_the_longest_prompts_go_first_and_apart():
 def test_lora_on_a_cpu_is_x_a_b(indices):
     """Three slices, as in q/k/v: each has its own A and B, and a token without an adapter (−1) gets nothing."""
     pytest.importorskip("vllm")
+    from vllm.lora.layers import LoRAMapping
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
     rollout.prepare_cpu()
     generator = torch.Generator().manual_seed(0)
     tokens, k, r, slices = len(indices), 64, 16, (64, 32, 32)
@@ -58,7 +61,9 @@ def test_lora_on_a_cpu_is_x_a_b(indices):
     b = tuple(random(1, 1, n, r) for n in slices)
     delta = torch.cat([x.float() @ ai[0, 0].float().T @ bi[0, 0].float().T for ai, bi in zip(a, b)], 1)  # (tokens, N)
     expected = y.float() + 0.5 * delta * (torch.tensor(indices) >= 0)[:, None]
-    wrapper = SimpleNamespace(no_lora=False, token_lora_indices=torch.tensor(indices))
+    wrapper = PunicaWrapperCPU(max_num_batched_tokens=tokens, max_batches=tokens, device="cpu")
+    ids = tuple(index + 1 for index in indices)  # vLLM's ids of adapters: 0 is none
+    wrapper.update_metadata(LoRAMapping(ids, ids), [1], 1, 100)
     rollout.JOINED_ADAPTER.clear()
     rollout.add_lora_linear(wrapper, y, x, a, b, 0.5, slices)
     # bf16: the hidden (tokens, r) and the sum are rounded, each to 2^-8 of values up to about a hundred
@@ -66,7 +71,8 @@ def test_lora_on_a_cpu_is_x_a_b(indices):
     untouched = torch.tensor(indices) < 0
     assert (y[untouched].float() == expected[untouched]).all()
     before = y.clone()
-    rollout.add_lora_linear(SimpleNamespace(no_lora=True), y, x, a, b, 0.5, slices)
+    wrapper.update_metadata(LoRAMapping((0,) * tokens, (0,) * tokens), [1], 1, 100)
+    rollout.add_lora_linear(wrapper, y, x, a, b, 0.5, slices)
     assert (y == before).all()
 
 
