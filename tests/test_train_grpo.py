@@ -16,6 +16,8 @@ The values are those of the unit tests of NeMo-RL, TRL, verl, OpenRLHF and slime
 import copy
 import dataclasses
 import math
+import shutil
+import tempfile
 from types import SimpleNamespace
 
 import pytest
@@ -604,9 +606,56 @@ def test_flags_that_cannot_work_say_what_does(words, world, sentence):
 
 
 def test_the_gate_names_what_to_check():
-    healthy = {"step": 3, "gap": 0.01, "grad_norm": 1.0}
+    healthy = {"step": 3, "gap": 0.01, "unknown": 0.0, "grad_norm": 1.0}
     train_grpo.check_step(healthy, 0.1, 0, "samples.jsonl")
     with pytest.raises(UserError, match="ignore the adapter"):
         train_grpo.check_step(healthy | {"gap": 0.2}, 0.1, 0, "samples.jsonl")
     with pytest.raises(UserError, match="last lines of samples"):
         train_grpo.check_step(healthy | {"grad_norm": math.nan}, 0.1, 3, "samples.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("tp", 0), ("minibatches", 0), ("print_every", 0), ("keep", -1), ("heldout", -1), ("kl_coef", -0.1)],
+)
+def test_values_that_cannot_work_are_refused(flag, value):
+    args = train_grpo.parse_args(["--model", "anything"])
+    train_grpo.check_flags(args, world=1)
+    setattr(args, flag, value)
+    with pytest.raises(UserError, match=f"--{flag.replace('_', '-')} {value} must be at least"):
+        train_grpo.check_flags(args, world=1)
+
+
+def test_an_engine_without_logprobs_stops_the_run():
+    """NaN for a token is no gap (vLLM at p ≈ 1), NaN for many is no comparison."""
+    stats = gap_stats(torch.zeros(4), torch.tensor([math.nan, -math.inf, -1.0, 0.0]))
+    assert (stats["unknown"].item(), stats["gap"].item()) == (2, 1)
+    healthy = {"step": 3, "gap": 0.01, "unknown": 0.0, "grad_norm": 1.0}
+    train_grpo.check_step(healthy, 0.1, 0, "samples.jsonl")
+    with pytest.raises(UserError, match="no finite log-prob for 50%"):
+        train_grpo.check_step(healthy | {"unknown": 0.5}, 0.1, 0, "samples.jsonl")
+
+
+def test_the_adapter_passes_through_memory_only_where_it_fits(monkeypatch, tmp_path):
+    adapter = {"lora_A": torch.zeros(1000)}  # 4 kB
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    for free, parent in ((65_000, "/dev/shm"), (63_000, tempfile.gettempdir())):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        assert str(train_grpo.handover_folder(tmp_path, 0, adapter).parent) == parent
+
+
+def test_optimizer_tensors_are_copies_of_the_file():
+    """Views of a mapped file would keep it open for the whole run, and a GPU's AdamW wants its step counter there too."""
+    layer = torch.nn.Linear(2, 2, bias=False)
+    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+    tensors = {
+        f"weight|{key}": torch.ones(()) if key == "step" else torch.ones(2, 2)
+        for key in ("step", "exp_avg", "exp_avg_sq")
+    }
+    train_grpo.load_optimizer_tensors(layer, optimizer, tensors)
+    state = optimizer.state[layer.weight]
+    assert all(state[key].data_ptr() != tensors[f"weight|{key}"].data_ptr() for key in state)
+    layer.weight.grad = torch.ones(2, 2)
+    optimizer.step()
+    assert state["step"].item() == 2
+    assert tensors["weight|step"].item() == 1
