@@ -317,3 +317,23 @@ def test_a_reward_function_that_gives_no_number_is_named():
             score_together(
                 samples, ["1"] * 3, lambda completion, _, nothing=nothing: 1.0 if "box" in completion else nothing
             )
+
+
+def test_layers_are_computed_again_in_backward_although_the_model_is_in_eval_mode(folder, one_rank, batch_of_groups):
+    """In the trainer's own order of calls: transformers checkpoints a layer only while it believes to be in training."""
+    gradients = []
+    for checkpointing in (False, True):
+        train_grpo.register_attention()
+        model = model_nvfp4.build_model(folder, lora_rank=8, lora_alpha=16, attn_implementation="grouped")
+        policy = train_grpo.Policy(model)
+        model_nvfp4.shard(policy, activation_checkpointing=checkpointing, dtype=torch.float32)
+        model_nvfp4.load_weights(policy, folder)
+        policy.eval()
+        model_nvfp4.checkpoint_in_eval(policy)
+        calls = []
+        model.get_base_model().model.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        batch = pack(make_segments(*batch_of_groups[:2], 10_000)[:2])
+        token_logprobs(policy, batch, TEMPERATURE)[0].sum().backward()
+        assert len(calls) == 1 + checkpointing
+        gradients.append([p.grad.full_tensor() for p in policy.parameters() if p.grad is not None])
+    torch.testing.assert_close(*gradients, atol=0, rtol=0)
