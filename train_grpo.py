@@ -1085,186 +1085,89 @@ def report_failure(error: Exception, seconds_for_the_first: float = 5.0) -> int:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    formatter = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(
         description="GRPO with LoRA on a frozen NVFP4 checkpoint. Run under torchrun, one rank per GPU (or on a CPU).",
-        formatter_class=lambda prog: formatter(prog, max_help_position=32, width=110),
+        formatter_class=lambda prog: argparse.ArgumentDefaultsHelpFormatter(prog, max_help_position=32, width=110),
     )
+    # fmt: off
+    add = parser.add_argument_group("model").add_argument
+    add("--model", required=True, help="folder of an NVFP4 checkpoint; `python model_nvfp4.py quantize` makes one")
+    add("--lora-rank", type=int, default=16, help="more learns more per step, costs memory and adapter traffic")
+    add("--lora-alpha", type=int, default=32, help="the adapter counts alpha / rank; scale it with the rank")
+    add("--lora-targets", default="all-linear", help="comma-separated module names, or all-linear")
 
-    group = parser.add_argument_group("model")
-    group.add_argument(
-        "--model", required=True, help="folder of an NVFP4 checkpoint; `python model_nvfp4.py quantize` makes one"
-    )
-    group.add_argument(
-        "--lora-rank", type=int, default=16, help="more learns more per step, costs memory and adapter traffic"
-    )
-    group.add_argument(
-        "--lora-alpha", type=int, default=32, help="the adapter counts alpha / rank; scale it with the rank"
-    )
-    group.add_argument("--lora-targets", default="all-linear", help="comma-separated module names, or all-linear")
+    add = parser.add_argument_group("problems").add_argument
+    add("--dataset", default="arithmetic", help="arithmetic (made here), a JSONL file, or a Hub name")
+    add("--prompt-key", default="problem", help="field of a row with the question")
+    add("--answer-key", default="answer", help="field of a row with the reference answer")
+    add("--prompt-template", default="{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}.",
+        help="the user message; {problem} is replaced")
+    add("--heldout", type=int, default=64, help="problems kept from training for evaluation; 0 for none")
+    add("--heldout-samples", type=int, default=8, help="samples per held-out problem; more is surer and slower")
+    add("--eval-every", type=int, default=0, help="steps between evaluations; 0 for before and after only")
+    add("--eval-benchmark", help="judge by this instead of held-out problems: aime2024, …, or a JSONL file")
+    add("--data-dir", help="folder with NAME.jsonl of the benchmarks, instead of the Hub")
+    add("--eval-tokens", type=int, help="longest completion when judged; default as in training")
+    add("--eval-temperature", type=float, help="0.6 is usual for AIME; default as in training")
+    add("--eval-top-p", type=float, default=1.0, help="0.95 is usual for AIME")
 
-    group = parser.add_argument_group("problems")
-    group.add_argument("--dataset", default="arithmetic", help="arithmetic (made here), a JSONL file, or a Hub name")
-    group.add_argument("--prompt-key", default="problem", help="field of a row with the question")
-    group.add_argument("--answer-key", default="answer", help="field of a row with the reference answer")
-    group.add_argument(
-        "--prompt-template",
-        default="{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}.",
-        help="the user message; {problem} is replaced",
-    )
-    group.add_argument("--heldout", type=int, default=64, help="problems kept from training for evaluation; 0 for none")
-    group.add_argument(
-        "--heldout-samples", type=int, default=8, help="samples per held-out problem; more is surer and slower"
-    )
-    group.add_argument(
-        "--eval-every", type=int, default=0, help="steps between evaluations; 0 for before and after only"
-    )
-    group.add_argument(
-        "--eval-benchmark",
-        default=None,
-        help="judge by this instead of held-out problems: aime2024, …, or a JSONL file",
-    )
-    group.add_argument("--data-dir", default=None, help="folder with NAME.jsonl of the benchmarks, instead of the Hub")
-    group.add_argument(
-        "--eval-tokens", type=int, default=None, help="longest completion when judged; default as in training"
-    )
-    group.add_argument(
-        "--eval-temperature", type=float, default=None, help="0.6 is usual for AIME; default as in training"
-    )
-    group.add_argument("--eval-top-p", type=float, default=1.0, help="0.95 is usual for AIME")
+    add = parser.add_argument_group("rollouts").add_argument
+    add("--prompts", type=int, default=16, help="prompts a step, over all ranks; more is steadier and slower")
+    add("--group-size", type=int, default=8, help="samples per prompt; more gives hard problems a chance")
+    add("--completion-tokens", type=int, default=40, help="longest completion; longer ones are cut (and wrong)")
+    add("--temperature", type=float, default=1.0, help="of sampling and of training; below 1 explores less")
+    add("--tp", type=int, default=1, help="consecutive ranks that share one engine; for models too big for one GPU")
+    add("--sleep", choices=["level1", "kv", "off"], default="level1",
+        help="what the engine hands over while training: weights and KV cache, the KV cache, nothing (GPU only)")
+    add("--gpu-memory-utilization", type=float, default=0.85, help="share of a GPU that vLLM may use while awake")
+    add("--engine-args", type=json.loads, default={},
+        help="JSON of any arguments of vllm.LLM, such as drafts or backends; they win over ours, unchecked")
+    add("--engine-w4a4", action="store_true",
+        help="a W4A4 checkpoint rounds activations too (Blackwell): faster, far from the trainer; wants --old-logprobs trainer")
+    add("--stop", nargs="+", help="strings that end a completion; costs detokenizing on the way")
+    add("--chat-template-kwargs", type=json.loads, default={},
+        help="JSON for the chat template, such as '{\"enable_thinking\": false}'; thinking asks for more --completion-tokens")
 
-    group = parser.add_argument_group("rollouts")
-    group.add_argument(
-        "--prompts", type=int, default=16, help="prompts a step, over all ranks; more is steadier and slower"
-    )
-    group.add_argument(
-        "--group-size", type=int, default=8, help="samples per prompt; more gives hard problems a chance"
-    )
-    group.add_argument(
-        "--completion-tokens", type=int, default=40, help="longest completion; longer ones are cut (and wrong)"
-    )
-    group.add_argument(
-        "--temperature", type=float, default=1.0, help="of sampling and of training; below 1 explores less"
-    )
-    group.add_argument(
-        "--tp", type=int, default=1, help="consecutive ranks that share one engine; for models too big for one GPU"
-    )
-    group.add_argument(
-        "--sleep",
-        choices=["level1", "kv", "off"],
-        default="level1",
-        help="what the engine hands over while training: weights and KV cache, the KV cache, nothing (GPU only)",
-    )
-    group.add_argument(
-        "--gpu-memory-utilization", type=float, default=0.85, help="share of a GPU that vLLM may use while awake"
-    )
-    group.add_argument(
-        "--engine-args",
-        type=json.loads,
-        default={},
-        help="JSON of any arguments of vllm.LLM, such as drafts or backends; they win over ours, unchecked",
-    )
-    group.add_argument(
-        "--engine-w4a4",
-        action="store_true",
-        help="a W4A4 checkpoint rounds activations too (Blackwell): faster, far from the trainer; wants --old-logprobs trainer",
-    )
-    group.add_argument(
-        "--stop", nargs="+", default=None, help="strings that end a completion; costs detokenizing on the way"
-    )
-    group.add_argument(
-        "--chat-template-kwargs",
-        type=json.loads,
-        default={},
-        help="JSON for the chat template, such as '{\"enable_thinking\": false}'; thinking asks for more --completion-tokens",
-    )
+    add = parser.add_argument_group("algorithm").add_argument
+    add("--refill", type=int, default=0,
+        help="DAPO's dynamic sampling: rounds of rollouts that may replace groups without spread; a fuller, slower step")
+    add("--loss", choices=list(LOSSES), default="dapo", help="see LOSSES and policy_loss")
+    add("--advantage-scale", choices=["std", "none", "loo"], default="std", help="see group_advantages")
+    add("--clip-low", type=float, default=0.2, help="how far a ratio may fall before its gradient stops")
+    add("--clip-high", type=float, default=0.28, help="how far it may rise; wider keeps entropy up (DAPO)")
+    add("--dual-clip", type=float, help="bound on the loss of bad samples, such as 3 (off)")
+    add("--truncated", choices=["score", "zero", "mask"], default="score", help="what a cut completion earns")
+    add("--overlong-buffer", type=int, default=0, help="DAPO: penalise the last tokens before the limit (off)")
+    add("--format-bonus", type=float, default=0.0, help="paid for any readable box; invites boxing guesses")
+    add("--reward", help="path.py:function(completion, reference) -> float instead of reward.py")
+    add("--kl-coef", type=float, default=0.0, help="pull towards the base; costs one more forward")
+    add("--old-logprobs", choices=["sampler", "trainer"], default="sampler",
+        help="the ratio's denominator; trainer costs a forward, for several --minibatches or an engine far off")
+    add("--correction", choices=["tis", "icepop"], default="tis", help="with trainer: cap at 2, or drop outside .5 to 2")
+    add("--no-probe", action="store_true", help="skip the start-up check that the engine uses the adapter")
+    add("--max-logprob-gap", type=float, default=0.1, help="stop when trainer and engine differ by more (mean nats per token)")
 
-    group = parser.add_argument_group("algorithm")
-    group.add_argument(
-        "--refill",
-        type=int,
-        default=0,
-        help="DAPO's dynamic sampling: rounds of rollouts that may replace groups without spread; a fuller, slower step",
-    )
-    group.add_argument("--loss", choices=list(LOSSES), default="dapo", help="see LOSSES and policy_loss")
-    group.add_argument("--advantage-scale", choices=["std", "none", "loo"], default="std", help="see group_advantages")
-    group.add_argument("--clip-low", type=float, default=0.2, help="how far a ratio may fall before its gradient stops")
-    group.add_argument(
-        "--clip-high", type=float, default=0.28, help="how far it may rise; wider keeps entropy up (DAPO)"
-    )
-    group.add_argument(
-        "--dual-clip", type=float, default=None, help="bound on the loss of bad samples, such as 3 (off)"
-    )
-    group.add_argument(
-        "--truncated", choices=["score", "zero", "mask"], default="score", help="what a cut completion earns"
-    )
-    group.add_argument(
-        "--overlong-buffer", type=int, default=0, help="DAPO: penalise the last tokens before the limit (off)"
-    )
-    group.add_argument(
-        "--format-bonus", type=float, default=0.0, help="paid for any readable box; invites boxing guesses"
-    )
-    group.add_argument(
-        "--reward", default=None, help="path.py:function(completion, reference) -> float instead of reward.py"
-    )
-    group.add_argument("--kl-coef", type=float, default=0.0, help="pull towards the base; costs one more forward")
-    group.add_argument(
-        "--old-logprobs",
-        choices=["sampler", "trainer"],
-        default="sampler",
-        help="the ratio's denominator; trainer costs a forward, for several --minibatches or an engine far off",
-    )
-    group.add_argument(
-        "--correction", choices=["tis", "icepop"], default="tis", help="with trainer: cap at 2, or drop outside .5 to 2"
-    )
-    group.add_argument(
-        "--no-probe", action="store_true", help="skip the start-up check that the engine uses the adapter"
-    )
-    group.add_argument(
-        "--max-logprob-gap",
-        type=float,
-        default=0.1,
-        help="stop when trainer and engine differ by more (mean nats per token)",
-    )
+    add = parser.add_argument_group("optimisation").add_argument
+    add("--steps", type=int, default=24, help="optimizer steps, one per rollout")
+    add("--lr", type=float, default=5e-4, help="of AdamW after warm-up; LoRA wants about ten times a full model's")
+    add("--warmup", type=int, default=0, help="steps of linear warm-up")
+    add("--schedule", choices=["constant", "cosine"], default="constant", help="cosine falls to a tenth")
+    add("--minibatches", type=int, default=1, help="optimizer steps per rollout; more reuses samples longer")
+    add("--max-grad-norm", type=float, default=1.0, help="gradients above are scaled down to it")
+    add("--max-tokens", type=int, default=8192, help="tokens of a micro-batch; reduce it when memory runs out")
+    add("--activation-checkpointing", action="store_true", help="recompute each layer in backward: less memory, a third slower")
 
-    group = parser.add_argument_group("optimisation")
-    group.add_argument("--steps", type=int, default=24, help="optimizer steps, one per rollout")
-    group.add_argument(
-        "--lr", type=float, default=5e-4, help="of AdamW after warm-up; LoRA wants about ten times a full model's"
-    )
-    group.add_argument("--warmup", type=int, default=0, help="steps of linear warm-up")
-    group.add_argument("--schedule", choices=["constant", "cosine"], default="constant", help="cosine falls to a tenth")
-    group.add_argument(
-        "--minibatches", type=int, default=1, help="optimizer steps per rollout; more reuses samples longer"
-    )
-    group.add_argument("--max-grad-norm", type=float, default=1.0, help="gradients above are scaled down to it")
-    group.add_argument(
-        "--max-tokens", type=int, default=8192, help="tokens of a micro-batch; reduce it when memory runs out"
-    )
-    group.add_argument(
-        "--activation-checkpointing",
-        action="store_true",
-        help="recompute each layer in backward: less memory, a third slower",
-    )
-
-    group = parser.add_argument_group("run")
-    group.add_argument("--run-name", default=None, help="folder under --runs-dir; default from dataset and seed")
-    group.add_argument("--runs-dir", default="runs", help="where run folders go")
-    group.add_argument("--seed", type=int, default=0, help="of problems, sampling and adapter; same seed, same run")
-    group.add_argument("--resume", default="auto", help="auto (go on if the run exists), never, or a checkpoint folder")
-    group.add_argument("--save-every", type=int, default=1, help="steps between checkpoints; what a crash can cost")
-    group.add_argument("--keep", type=int, default=0, help="older checkpoints to keep beside the latest")
-    group.add_argument("--print-every", type=int, default=5, help="steps between printed completions")
-    group.add_argument(
-        "--timeout",
-        type=float,
-        default=30,
-        help="minutes until a stuck collective ends the run; a whole step may take twice that",
-    )
-    group.add_argument(
-        "--dry-run", action="store_true", help="check flags, model and data, print what would run, and stop"
-    )
-
+    add = parser.add_argument_group("run").add_argument
+    add("--run-name", help="folder under --runs-dir; default from dataset and seed")
+    add("--runs-dir", default="runs", help="where run folders go")
+    add("--seed", type=int, default=0, help="of problems, sampling and adapter; same seed, same run")
+    add("--resume", default="auto", help="auto (go on if the run exists), never, or a checkpoint folder")
+    add("--save-every", type=int, default=1, help="steps between checkpoints; what a crash can cost")
+    add("--keep", type=int, default=0, help="older checkpoints to keep beside the latest")
+    add("--print-every", type=int, default=5, help="steps between printed completions")
+    add("--timeout", type=float, default=30, help="minutes until a stuck collective ends the run; a whole step may take twice that")
+    add("--dry-run", action="store_true", help="check flags, model and data, print what would run, and stop")
+    # fmt: on
     args = parser.parse_args(argv)
     if args.run_name is None:
         args.run_name = f"{Path(args.dataset).stem}-seed{args.seed}"
