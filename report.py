@@ -1,4 +1,5 @@
-"""What a run folder holds and shows: its lines, its record of flags and machine, six curves. The trainer writes with these.
+"""What a run folder holds and shows: its lock, its lines, its record of flags and machine, stacks and the sentence of what
+ended it, six curves. The trainer writes with these; nothing here knows the algorithm.
 
     python report.py runs/arithmetic-seed0            # prints a summary, redraws curves.png
     python report.py runs/a runs/b --out both.png     # several runs in one picture
@@ -9,13 +10,28 @@ Left out: live dashboards. metrics.jsonl has one JSON object a step; point your 
 from __future__ import annotations
 
 import argparse
+import errno
+import faulthandler
+import fcntl
 import json
 import os
 import platform
+import resource
+import signal
+import socket
 import subprocess
 import sys
+import time
+import traceback
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from model_nvfp4 import UserError
+
+stacks_path: Path | None = None  # the file this rank's stack goes to; set by dump_stacks, for report_failure
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -40,24 +56,49 @@ def append_jsonl(path: Path, records: list[dict[str, Any]]) -> None:
         file.write("".join(json.dumps(record) + "\n" for record in records))
 
 
-def describe_run(flags: dict[str, Any], versions: dict[str, str], world: int) -> dict[str, Any]:
-    """What `config.json` records: flags, versions, git commit, machine."""
-    import torch
+def lock_run(run_dir: Path, patience: float = 0.0) -> Any:
+    """One writer per run folder. Returns the open file that holds the lock; the kernel lets go when the process ends.
 
-    git = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
-    )
-    return {
-        "flags": flags,
-        "versions": {"python": platform.python_version(), **versions},
-        "commit": git.stdout.strip() or None,
-        "machine": {
-            "platform": platform.platform(),
-            "processors": os.cpu_count(),
-            "ranks": world,
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        },
-    }
+    `patience` in seconds: after a restart the writer before may need a moment to die (a GPU's memory is unmapped first).
+    """
+    file = open(run_dir / ".lock", "w")  # noqa: SIM115
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError as error:
+            if time.monotonic() >= deadline:
+                raise UserError(
+                    f"another process is training in {run_dir}; stop it, or use another --run-name."
+                ) from error
+        time.sleep(0.1)
+
+
+def open_logs(
+    run_dir: Path, start_step: int, flags: dict[str, Any], versions: dict[str, str], world: int
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(metrics, evaluations) up to `start_step`, on rank 0. Writes `config.json` if there is none: flags, versions, commit,
+    machine, job. Later lines are dropped from all files: what was logged after the last complete step happens again.
+    """
+    if not (run_dir / "config.json").exists():
+        git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        machine = {"platform": platform.platform(), "processors": os.cpu_count(), "ranks": world, "gpu": gpu}
+        versions = {"python": platform.python_version(), **versions}
+        job = os.environ.get(
+            "TORCHELASTIC_RUN_ID", "none"
+        )  # the same on all nodes and after restarts; "none" is torchrun's
+        record = {"flags": flags, "versions": versions, "commit": commit, "machine": machine}
+        record["job"] = None if job == "none" else job
+        write_atomically(run_dir / "config.json", json.dumps(record, indent=1))
+    kept = {}
+    for name in ("metrics", "samples", "evaluations"):
+        path = run_dir / f"{name}.jsonl"
+        kept[name] = [record for record in read_jsonl(path) if record["step"] <= start_step]
+        write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept[name]))
+    return kept["metrics"], kept["evaluations"]
 
 
 def sample_records(
@@ -103,12 +144,8 @@ def report_step(bar: Any, m: dict[str, Any], steps: int, example: Any | None) ->
 
 def memory_gib() -> float:
     """Peak memory of this rank so far in GiB: the GPU's where there is one, else the process's."""
-    import torch
-
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
-    import resource
-
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
 
 
@@ -153,6 +190,65 @@ def plot_curves(runs: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]
     figure.savefig(temporary, format="png", dpi=110)
     plt.close(figure)
     os.replace(temporary, path)
+
+
+def dump_stacks(run_dir: Path, rank: int) -> None:
+    """From now on this rank writes its stack to `stacks/rank-N.txt` when it crashes or is told to stop.
+
+    torchrun sends SIGTERM to all other ranks as soon as it sees one fail, so the ranks that hung or waited are shown where
+    they were. Raises UserError when this rank cannot write to the run folder.
+    """
+    path = run_dir / "stacks" / f"rank-{rank}.txt"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # never closed: a crash may come at the very end
+    except OSError as error:
+        raise UserError(
+            f"rank {rank} on {socket.gethostname()} cannot write to {run_dir} ({error.strerror}); mend its permissions or choose "
+            f"another --runs-dir."
+        ) from error
+    global stacks_path
+    stacks_path = path
+    os.write(file, f"--- {time.strftime('%F %T')}, {socket.gethostname()}, process {os.getpid()}\n".encode())
+    faulthandler.enable(file)
+    faulthandler.register(signal.SIGTERM, file, chain=True)
+
+
+def report_failure(error: Exception, seconds_for_the_first: float = 5.0) -> int:
+    """Say what ended this rank so that the first cause is read last; the exit code is 2 for a user's mistake, else 1.
+
+    torchrun's report ends with the error file of the rank that it saw fail first, so the sentence goes there. A rank that
+    merely lost a peer in a collective waits: torchrun then has the time to see the real one and to end this one unheard.
+    """
+    rank, host = int(os.environ.get("RANK", 0)), socket.gethostname()
+    told, stack = " ".join(str(error).split()), "".join(traceback.format_exception(error))
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE)
+    full = full or "(os error 28)" in told  # safetensors' words for ENOSPC
+    if stacks_path and not full:
+        with open(stacks_path, "a") as file:
+            file.write(stack)
+    if isinstance(error, UserError):
+        sentence = told
+    elif full:
+        sentence = (
+            f"rank {rank} on {host} could not write ({told}); free some space or mend the disk, then start the same command again: "
+            f"it goes on from the last checkpoint."
+        )
+    elif isinstance(error, dist.DistError) or "gloo" in told:
+        time.sleep(seconds_for_the_first)
+        sentence = (
+            f"rank {rank} on {host} lost another rank, which died, hung or never came ({told}); stacks/ in the run folder shows "
+            f"where each rank was."
+        )
+    else:
+        print(stack, file=sys.stderr)
+        sentence = f"rank {rank} on {host} failed: {type(error).__name__}: {told}"
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not error_file or rank == 0 or not isinstance(error, UserError):  # all ranks see a wrong flag, one tells it
+        print(f"error: {sentence}", file=sys.stderr, flush=True)
+    if error_file:
+        Path(error_file).write_text(json.dumps({"message": sentence, "timestamp": int(time.time())}))
+    return 2 if full or isinstance(error, UserError) else 1
 
 
 def outcome(evaluations: list[dict[str, Any]]) -> str:

@@ -17,20 +17,16 @@ What we left out of the papers, and why:
 from __future__ import annotations
 
 import argparse
-import errno
 import faulthandler
-import fcntl
 import json
 import math
 import os
 import random
 import shutil
-import signal
 import socket
 import sys
 import tempfile
 import time
-import traceback
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -53,14 +49,15 @@ from eval_aime import Problem, conversation, evaluate, read_problems, sample_see
 from model_nvfp4 import UserError
 from report import (
     append_jsonl,
-    describe_run,
+    dump_stacks,
+    lock_run,
     memory_gib,
+    open_logs,
     outcome,
     plot_curves,
-    read_jsonl,
+    report_failure,
     report_step,
     sample_records,
-    write_atomically,
 )
 from rollout import Sample, awake, generate, push_adapter
 
@@ -890,31 +887,6 @@ def load_optimizer_tensors(
             optimizer.state[parameter] = state
 
 
-def lock_run(run_dir: Path, patience: float = 0.0) -> Any:
-    """One writer per run folder. Returns the open file that holds the lock; the kernel lets go when the process ends.
-
-    `patience` in seconds: after a restart the writer before may need a moment to die (a GPU's memory is unmapped first).
-    """
-    file = open(run_dir / ".lock", "w")  # noqa: SIM115
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return file
-        except BlockingIOError as error:
-            if time.monotonic() >= deadline:
-                raise UserError(
-                    f"another process is training in {run_dir}; stop it, or use another --run-name."
-                ) from error
-        time.sleep(0.1)
-
-
-def job_id() -> str | None:
-    """torchrun's name for this job, the same on all nodes and after its restarts; None where it has none ("none")."""
-    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    return None if name == "none" else name
-
-
 def open_run(args: argparse.Namespace) -> tuple[Path, Path | None]:
     """The run's folder and the checkpoint to go on from. Reads only; raises UserError before anything is touched."""
     run_dir = Path(args.runs_dir) / args.run_name
@@ -930,7 +902,7 @@ def open_run(args: argparse.Namespace) -> tuple[Path, Path | None]:
     # that failed, not on those that start again with it: they know the job by its name.
     restarted = bool(saved) and (
         os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-        or (job_id() is not None and job_id() == saved.get("job"))
+        or saved.get("job") == os.environ.get("TORCHELASTIC_RUN_ID", "")
     )
     if args.resume not in ("auto", "never"):
         checkpoint = Path(args.resume)
@@ -959,38 +931,22 @@ def open_run(args: argparse.Namespace) -> tuple[Path, Path | None]:
 # Faults: a rank that dies, hangs or drifts away ends the job, and what happened first is what one reads last
 
 
-def dump_stacks(run_dir: Path, rank: int) -> None:
-    """From now on this rank writes its stack to `stacks/rank-N.txt` when it crashes or is told to stop.
-
-    torchrun sends SIGTERM to all other ranks as soon as it sees one fail, so the ranks that hung or waited are shown where
-    they were. Raises UserError when this rank cannot write to the run folder.
-    """
-    path = run_dir / "stacks" / f"rank-{rank}.txt"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # never closed: a crash may come at the very end
-    except OSError as error:
-        raise UserError(
-            f"rank {rank} on {socket.gethostname()} cannot write to {run_dir} ({error.strerror}); mend its permissions or choose "
-            f"another --runs-dir."
-        ) from error
-    global stacks_path
-    stacks_path = path
-    os.write(file, f"--- {time.strftime('%F %T')}, {socket.gethostname()}, process {os.getpid()}\n".encode())
-    faulthandler.enable(file)
-    faulthandler.register(signal.SIGTERM, file, chain=True)
-
-
-def join_ranks(backend: str, timeout: timedelta) -> None:
-    """`init_process_group`, also after a restart. Collective.
+def join_ranks(timeout: timedelta) -> None:
+    """`init_process_group`, also after a restart; plain `python train_grpo.py` is a job of one rank. Collective.
 
     torch 2.13's agent keeps one store for all restarts, and in it the addresses of processes that are dead ("Connection
     refused"), so each attempt gets a name space of its own. Nodes count restarts apart: with several of them, start torchrun
     under TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which makes a new store each time.
     """
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    os.environ |= alone | dict(os.environ)
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = dist.PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
@@ -1037,47 +993,6 @@ def check_same_adapter(adapter: dict[str, torch.Tensor], step: int) -> int:
             f"it goes on from the last checkpoint."
         )
     return checksum
-
-
-# The file this rank's stack goes to; set by dump_stacks, for report_failure.
-stacks_path: Path | None = None
-
-
-def report_failure(error: Exception, seconds_for_the_first: float = 5.0) -> int:
-    """Say what ended this rank so that the first cause is read last; the exit code is 2 for a user's mistake, else 1.
-
-    torchrun's report ends with the error file of the rank that it saw fail first, so the sentence goes there. A rank that
-    merely lost a peer in a collective waits: torchrun then has the time to see the real one and to end this one unheard.
-    """
-    rank, host = int(os.environ.get("RANK", 0)), socket.gethostname()
-    told, stack = " ".join(str(error).split()), "".join(traceback.format_exception(error))
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE)
-    full = full or "(os error 28)" in told  # safetensors' words for ENOSPC
-    if stacks_path and not full:
-        with open(stacks_path, "a") as file:
-            file.write(stack)
-    if isinstance(error, UserError):
-        sentence = told
-    elif full:
-        sentence = (
-            f"rank {rank} on {host} could not write ({told}); free some space or mend the disk, then start the same command again: "
-            f"it goes on from the last checkpoint."
-        )
-    elif isinstance(error, dist.DistError) or "gloo" in told:
-        time.sleep(seconds_for_the_first)
-        sentence = (
-            f"rank {rank} on {host} lost another rank, which died, hung or never came ({told}); stacks/ in the run folder shows "
-            f"where each rank was."
-        )
-    else:
-        print(stack, file=sys.stderr)
-        sentence = f"rank {rank} on {host} failed: {type(error).__name__}: {told}"
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not error_file or rank == 0 or not isinstance(error, UserError):  # all ranks see a wrong flag, one tells it
-        print(f"error: {sentence}", file=sys.stderr, flush=True)
-    if error_file:
-        Path(error_file).write_text(json.dumps({"message": sentence, "timestamp": int(time.time())}))
-    return 2 if full or isinstance(error, UserError) else 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1220,6 +1135,22 @@ def check_references(problems: list[Problem], reward: str | None) -> None:
             f"{len(rows)} reference answers cannot be read, the first of problem {first.id}: {first.answer[:60]!r}; drop these "
             f"rows, or grade them yourself with --reward path.py:function."
         )
+
+
+def longest_context(model_dir: str, prompt_ids: dict[str, list[int]], room: dict[str, int]) -> int:
+    """Tokens of the longest prompt with the `room` for its completion, both by problem text; UserError if the model has fewer."""
+    from transformers import AutoConfig
+
+    longest = max(room, key=lambda text: len(prompt_ids[text]) + room[text])
+    context = len(prompt_ids[longest]) + room[longest]
+    model_context = AutoConfig.from_pretrained(model_dir).get_text_config().max_position_embeddings
+    if context > model_context:
+        raise UserError(
+            f"the longest prompt has {len(prompt_ids[longest])} tokens ({longest[:60]!r}…) and its completion may have "
+            f"{room[longest]} (--completion-tokens, --eval-tokens), together above the model's context of {model_context}; "
+            f"drop that problem or ask for less."
+        )
+    return context
 
 
 def load_own_reward(spec: str) -> Any:
@@ -1371,36 +1302,28 @@ def main() -> None:
     args = parse_args()
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     say = print if rank == 0 else lambda *_, **__: None
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     # --- Checks: everything a user can get wrong, before anything heavy is loaded ------------------------------------
     check_flags(args, world)
     rollout.check_architecture(args.model)
     summary = model_nvfp4.check_checkpoint(args.model)
-    if torch.cuda.is_available():
+    if device.type == "cuda":
         rollout.check_sleep(args.sleep, summary["weight_bytes"], args.tp)
     run_dir, checkpoint = open_run(args)
+    start_step = json.loads((checkpoint / "state.json").read_text())["step"] if checkpoint else 0
     train, heldout = read_data(args)
-    eval_tokens = args.eval_tokens or args.completion_tokens
-    judged_on = args.eval_benchmark or "held-out"
     check_references([*train, *heldout], args.reward)
     own_reward = load_own_reward(args.reward) if args.reward else None
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     conversations = {p.problem: conversation(p, args.prompt_template) for p in [*train, *heldout]}
     ids = rollout.encode_prompts(tokenizer, list(conversations.values()), args.chat_template_kwargs)
-    prompt_ids = dict(zip(conversations, ids))
+    prompt_ids = dict(zip(conversations, ids))  # by the problem's text
+    eval_tokens, judged_on = args.eval_tokens or args.completion_tokens, args.eval_benchmark or "held-out"
     room = {p.problem: args.completion_tokens for p in train} | {p.problem: eval_tokens for p in heldout}
-    longest = max(room, key=lambda text: len(prompt_ids[text]) + room[text])
-    context = len(prompt_ids[longest]) + room[longest]
-    model_context = AutoConfig.from_pretrained(args.model).get_text_config().max_position_embeddings
-    if context > model_context:
-        raise UserError(
-            f"the longest prompt has {len(prompt_ids[longest])} tokens ({longest[:60]!r}…) and its completion may have "
-            f"{room[longest]} (--completion-tokens, --eval-tokens), together above the model's context of {model_context}; "
-            f"drop that problem or ask for less."
-        )
-    start_step = json.loads((checkpoint / "state.json").read_text())["step"] if checkpoint else 0
+    context = longest_context(args.model, prompt_ids, room)
     say(
         f"{args.model} on {args.dataset}: {len(train)} training and {len(heldout)} {judged_on} problems, context {context}; "
         f"{args.steps} steps of {args.prompts} × {args.group_size} samples on {world} rank{'s' * (world > 1)}; "
@@ -1409,19 +1332,8 @@ def main() -> None:
     if args.dry_run:
         return
 
-    # --- Engine, policy, optimizer -----------------------------------------------------------------------------------
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    for name, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-    }.items():
-        os.environ.setdefault(name, value)  # plain `python train_grpo.py` is a job of one rank
-    join_ranks("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timedelta(minutes=args.timeout))
+    # --- Ranks and run folder ----------------------------------------------------------------------------------------
+    join_ranks(timedelta(minutes=args.timeout))
     dump_stacks(run_dir, rank)
     if rank == 0:
         lock = lock_run(run_dir, patience=10)  # held until this process ends, however it ends
@@ -1429,135 +1341,77 @@ def main() -> None:
     contents = json.dumps([(p.problem, p.answer, prompt_ids[p.problem]) for p in [*train, *heldout]])
     view |= {"the step to go on from": start_step, "the checksum of all problems": zlib.crc32(contents.encode())}
     start = (checkpoint / "adapter_model.safetensors").read_bytes() if checkpoint else b""
-    view["the checksum of the checkpoint"] = zlib.crc32(start)
-    check_ranks_agree(view)
+    check_ranks_agree(view | {"the checksum of the checkpoint": zlib.crc32(start)})
+    # One folder per rank, so that no shared disk is in the loop; the same after a kill -9, so that none is left behind.
+    handover = Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
+    handover /= f"adapter-{os.getuid()}-{zlib.crc32(str(run_dir.resolve()).encode()):08x}-{rank}"
+
+    # --- Engine, policy, optimizer -----------------------------------------------------------------------------------
     engine = rollout.build_engine(
-        args.model,
-        max_model_len=context,
-        max_lora_rank=args.lora_rank,
-        max_num_seqs=min(1024, args.prompts * args.group_size),
-        seed=args.seed,
-        tp=args.tp,
-        sleep=args.sleep,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        w4a4=args.engine_w4a4,
-        engine_args=args.engine_args,
-    )
+        args.model, max_model_len=context, max_lora_rank=args.lora_rank, max_num_seqs=min(1024, args.prompts * args.group_size),
+        seed=args.seed, tp=args.tp, sleep=args.sleep, gpu_memory_utilization=args.gpu_memory_utilization,
+        w4a4=args.engine_w4a4, engine_args=args.engine_args,
+    )  # fmt: skip
     say(f"engine: {rollout.kernels(engine)}")
-    device = torch.device("cuda" if on_gpu else "cpu")
     register_attention()
-    model = model_nvfp4.build_model(
-        args.model,
-        lora_rank=args.lora_rank,
-        lora_alpha=args.lora_alpha,
-        lora_targets=args.lora_targets,
-        attn_implementation="grouped",
+    lora = {"lora_rank": args.lora_rank, "lora_alpha": args.lora_alpha}
+    policy = Policy(
+        model_nvfp4.build_model(args.model, **lora, lora_targets=args.lora_targets, attn_implementation="grouped")
     )
-    policy = Policy(model)
     model_nvfp4.shard(policy, activation_checkpointing=args.activation_checkpointing)
     model_nvfp4.load_weights(policy, args.model, seed=args.seed)
     policy.eval()  # no dropout: the ratio compares two forwards of the same network
     trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    adapter_config = {
-        "lora_rank": args.lora_rank,
-        "lora_alpha": args.lora_alpha,
-        "base_model": args.model,
-    }
     if checkpoint:
         from safetensors.torch import load_file
 
         model_nvfp4.load_lora_state_dict(policy, load_file(checkpoint / "adapter_model.safetensors"))
         load_optimizer_tensors(policy, optimizer, load_file(checkpoint / "optimizer.safetensors"))
-    loss_settings = {
-        "loss": args.loss,
-        "clip_low": args.clip_low,
-        "clip_high": args.clip_high,
-        "dual_clip": args.dual_clip,
-        "kl_coef": args.kl_coef,
-    }
     adapter = model_nvfp4.lora_state_dict(policy)
-    shaping = {"truncated": args.truncated, "completion_tokens": args.completion_tokens}
-    shaping |= {"overlong_buffer": args.overlong_buffer, "format_bonus": args.format_bonus}
-    handover = Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
-    # One folder per rank, so that no shared disk is in the loop; the same after a kill -9, so that none is left behind.
-    handover /= f"adapter-{os.getuid()}-{zlib.crc32(str(run_dir.resolve()).encode()):08x}-{rank}"
-
-    # --- Run folder --------------------------------------------------------------------------------------------------
-    paths = {name: run_dir / f"{name}.jsonl" for name in ("metrics", "samples", "evaluations")}
+    adapter_config = lora | {"base_model": args.model}
+    metrics, evaluations = [], []  # of rank 0, which writes
     if rank == 0:
-        if not (run_dir / "config.json").exists():
-            record = describe_run(vars(args), rollout.versions(), world) | {"job": job_id()}
-            write_atomically(run_dir / "config.json", json.dumps(record, indent=1))
-        for path in paths.values():  # what was logged after the last complete step is about to happen again
-            kept = [r for r in read_jsonl(path) if r["step"] <= start_step]
-            write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
-    evaluations = read_jsonl(paths["evaluations"]) if rank == 0 else []
-    metrics = read_jsonl(paths["metrics"]) if rank == 0 else []
+        metrics, evaluations = open_logs(run_dir, start_step, vars(args), rollout.versions(), world)
     dist.barrier()
+
+    # --- What the loop calls with settings of its own ----------------------------------------------------------------
+    flags = vars(args)
+    loss_settings = {name: flags[name] for name in ("loss", "clip_low", "clip_high", "dual_clip", "kl_coef")}
+    shaping = {name: flags[name] for name in ("truncated", "completion_tokens", "overlong_buffer", "format_bonus")}
+    sampling = {"temperature": args.temperature, "max_tokens": args.completion_tokens, "stop": args.stop}
+    judging = {"k": args.heldout_samples, "temperature": args.temperature, "top_p": args.eval_top_p, "stop": args.stop}
+    judging |= {"max_tokens": eval_tokens, "seed": args.seed, "template": args.prompt_template}
+    judging |= {"chat_template_kwargs": args.chat_template_kwargs, "use_adapter": True}
+    if args.eval_temperature is not None:
+        judging["temperature"] = args.eval_temperature
 
     def push(tensors: dict[str, torch.Tensor], version: int = -1) -> None:
         model_nvfp4.save_adapter(handover, tensors, **adapter_config)
         push_adapter(engine, handover, version=version)
 
-    def evaluate_heldout(step: int) -> None:
+    def judge(step: int) -> None:
         """Held-out accuracy of the policy after `step` updates; once per step, also when a run goes on."""
-        done = [step in [e["step"] for e in evaluations]] if rank == 0 else [False]
+        done = [step in [e["step"] for e in evaluations]]  # rank 0 knows
         dist.broadcast_object_list(done)
         if not heldout or done[0]:
             return
         with awake(engine):
             push(adapter, step)
-            report = evaluate(
-                engine,
-                tokenizer,
-                heldout,
-                k=args.heldout_samples,
-                temperature=args.temperature if args.eval_temperature is None else args.eval_temperature,
-                top_p=args.eval_top_p,
-                max_tokens=eval_tokens,
-                seed=args.seed,
-                template=args.prompt_template,
-                chat_template_kwargs=args.chat_template_kwargs,
-                stop=args.stop,
-                use_adapter=True,
-            )
+            report = evaluate(engine, tokenizer, heldout, **judging)
         if rank == 0:
             evaluations.append({"step": step, **report})
-            append_jsonl(paths["evaluations"], evaluations[-1:])
+            append_jsonl(run_dir / "evaluations.jsonl", evaluations[-1:])
             bar.write(f"step {step:4d}  {judged_on} accuracy {report['avg']:.3f} ± {report['avg_se']:.3f}")
-
-    def rollout_round(step: int, refill: int, num_prompts: int, seconds: dict[str, float]) -> tuple[list[Any], ...]:
-        """Ask, sample, grade: (problems, samples, verdicts, values), the last three group-contiguous. Collective."""
-        problems = next_problems(train, step, num_prompts, args.seed, refill)  # the same on every rank
-        members = range(refill * args.group_size, (refill + 1) * args.group_size)  # no draw is made twice in a step
-        samples = generate(
-            engine,
-            [prompt_ids[p.problem] for p in problems for _ in members],
-            [sample_seed(args.seed, step, p.id, member) for p in problems for member in members],
-            max_tokens=args.completion_tokens,
-            temperature=args.temperature,
-            stop=args.stop,
-            use_adapter=True,
-        )
-        with timed(seconds, "score"):
-            references = [p.answer for p in problems for _ in members]
-            verdicts, values = score_together(samples, references, own_reward)
-        return problems, samples, verdicts, values
 
     from tqdm import tqdm
 
     bar = tqdm(total=args.steps, initial=start_step, desc="GRPO", disable=rank != 0, dynamic_ncols=True)
     if not args.no_probe:
-        probe_prompts = [prompt_ids[p.problem] for p in next_problems(train, start_step, 4, args.seed)]
+        probes = [prompt_ids[p.problem] for p in next_problems(train, start_step, 4, args.seed)]
+        length = min(16, args.completion_tokens)
         probe = parity_probe(
-            engine,
-            policy,
-            adapter,
-            probe_prompts,
-            push=push,
-            max_tokens=min(16, args.completion_tokens),
-            max_gap=args.max_logprob_gap,
+            engine, policy, adapter, probes, push=push, max_tokens=length, max_gap=args.max_logprob_gap
         )
         worst = max(probe, key=lambda kind: probe[kind][0])
         apart = min(without / used for used, without in probe.values())
@@ -1566,7 +1420,7 @@ def main() -> None:
             f"without the adapter at least {apart:.0f} times that"
         )
     if start_step == 0:
-        evaluate_heldout(0)
+        judge(0)
     bad_steps = 0
 
     # --- GRPO --------------------------------------------------------------------------------------------------------
@@ -1574,19 +1428,24 @@ def main() -> None:
         # A collective that is stuck raises after --timeout; this is for an engine that is stuck by itself.
         faulthandler.dump_traceback_later(2 * 60 * args.timeout, exit=True)
         seconds: dict[str, float] = {}
-        problems, samples, verdicts, values = [], [], [], []  # P groups, and those that --refill asks for
-        with timed(seconds, "generate"), awake(engine):
+        problems, samples, verdicts, values, missing = [], [], [], [], args.prompts
+        with timed(seconds, "generate"), awake(engine):  # vLLM owns the GPU inside this block
             with timed(seconds, "push"):
-                push(adapter, step)
-            num_missing = args.prompts
-            for refill in range(1 + args.refill):
-                for known, new in zip(
-                    (problems, samples, verdicts, values), rollout_round(step, refill, num_missing, seconds)
-                ):
-                    known += new
+                push(adapter, step)  # the policy that we are about to improve
+            for refill in range(1 + args.refill):  # once; --refill asks again in place of groups without spread
+                asked = next_problems(train, step, missing, args.seed, refill)  # the same on every rank
+                members = range(refill * args.group_size, (refill + 1) * args.group_size)  # no draw twice in a step
+                draws = [(problem, member) for problem in asked for member in members]
+                seeds = [sample_seed(args.seed, step, problem.id, member) for problem, member in draws]
+                prompts = [prompt_ids[problem.problem] for problem, _ in draws]
+                answers = generate(engine, prompts, seeds, use_adapter=True, **sampling)  # group-contiguous
+                with timed(seconds, "score"):
+                    judged, paid = score_together(answers, [problem.answer for problem, _ in draws], own_reward)
+                problems, samples = problems + asked, samples + answers  # P groups, and those that --refill asks for
+                verdicts, values = verdicts + judged, values + paid
                 unshaped = torch.tensor(values).view(-1, args.group_size)  # (groups, G)
-                num_missing = args.prompts - int(has_spread(unshaped).sum())
-                if not num_missing:
+                missing = args.prompts - int(has_spread(unshaped).sum())
+                if not missing:
                     break
         shaped, masked = shape_rewards(samples, values, **shaping)  # N, N
         rewards = torch.tensor(shaped).view(-1, args.group_size)  # (groups, G)
@@ -1595,65 +1454,67 @@ def main() -> None:
             if args.refill:  # replaced groups stay out, also where the shaping has given them a spread
                 advantages *= has_spread(unshaped)  # (groups, G)
             segments = make_segments(samples, advantages, args.max_tokens, masked)
-            optimizer.param_groups[0]["lr"] = lr = learning_rate(args.lr, step, args.steps, args.warmup, args.schedule)
             chunks = [segments[part :: args.minibatches] for part in range(args.minibatches)]
             batches = [[pack(row).to(device) for row in balance(c, world, args.max_tokens)[rank]] for c in chunks]
             if args.old_logprobs == "trainer" or args.kl_coef:
-                everything = [batch for part in batches for batch in part]
-                annotate(policy, everything, args.temperature, args.old_logprobs, args.correction, args.kl_coef > 0)
+                annotate(
+                    policy,
+                    [batch for rows in batches for batch in rows],
+                    args.temperature,
+                    args.old_logprobs,
+                    args.correction,
+                    args.kl_coef > 0,
+                )
+            optimizer.param_groups[0]["lr"] = lr = learning_rate(args.lr, step, args.steps, args.warmup, args.schedule)
             stats, norms = [], []
-            for part, chunk in enumerate(chunks):  # optimizer steps on this rollout; one, unless asked for more
+            for chunk, rows in zip(chunks, batches):  # optimizer steps on this rollout; one, unless asked for more
                 num_tokens = sum(len(ids) for s in chunk for ids, _, _ in s.completions)
                 num_samples = args.prompts * args.group_size / args.minibatches
                 # Of all ranks: one denominator, however rows are dealt out.
                 denominator = loss_denominator(args.loss, num_tokens, num_samples, args.completion_tokens)
                 loss_sum = torch.zeros((), device=device)  # ()
-                for batch in batches[part]:
+                for batch in rows:
                     logprobs, entropy = token_logprobs(policy, batch, args.temperature)  # (S,), (S,)
-                    loss, row_stats = policy_loss(
-                        logprobs,
-                        batch.old_logprobs,
-                        batch.advantages,
-                        batch.samples,
-                        denominator,
-                        weights=batch.corrections,
-                        reference_logprobs=batch.reference_logprobs,
-                        **loss_settings,
-                    )
+                    loss, sums = policy_loss(
+                        logprobs, batch.old_logprobs, batch.advantages, batch.samples, denominator,
+                        weights=batch.corrections, reference_logprobs=batch.reference_logprobs, **loss_settings,
+                    )  # fmt: skip
                     (loss * batch.weight * world).backward()  # FSDP averages over ranks; the loss wants the sum
-                    row_stats |= gap_stats(logprobs, batch.sampler_logprobs) | {
+                    sums |= gap_stats(logprobs, batch.sampler_logprobs) | {
                         "entropy": entropy.sum(),
                         "loss": loss.detach(),
                     }
-                    stats.append({name: value * batch.weight for name, value in row_stats.items()})
+                    stats.append({name: value * batch.weight for name, value in sums.items()})
                     loss_sum += stats[-1]["loss"]
                 norms.append(optimizer_step(optimizer, loss_sum, num_tokens, args.max_grad_norm))
             adapter = model_nvfp4.lora_state_dict(policy)
             checksum = check_same_adapter(adapter, step + 1)
             totals = reduce_stats(stats)
         faulthandler.cancel_dump_traceback_later()
+
+        # --- Log, checkpoint, evaluation -----------------------------------------------------------------------------
         done = step + 1
         m = step_metrics(done, samples, rewards, unshaped, args.prompts, verdicts, totals, norms, lr, seconds)
         m |= {"adapter_crc": checksum, "engine": engine.stats}
         if rank == 0:
             metrics.append(m)
-            append_jsonl(paths["metrics"], [m])
-            append_jsonl(paths["samples"], sample_records(done, problems, samples, verdicts, shaped))
+            append_jsonl(run_dir / "metrics.jsonl", [m])
+            append_jsonl(run_dir / "samples.jsonl", sample_records(done, problems, samples, verdicts, shaped))
             report_step(bar, m, args.steps, samples[0] if step % args.print_every == 0 else None)
         bad_steps = bad_steps + 1 if m["skipped"] else 0
-        check_step(m, args.max_logprob_gap, bad_steps, paths["samples"])
+        check_step(m, args.max_logprob_gap, bad_steps, run_dir / "samples.jsonl")
         if done % args.save_every == 0 or done == args.steps:
             with timed(seconds, "save"):  # counted with the next line of the log, which is already written
                 moments = optimizer_tensors(policy, optimizer)
                 if rank == 0:
                     save_checkpoint(run_dir, done, adapter, moments, adapter_config, args.keep)
         if args.eval_every and done % args.eval_every == 0 and done < args.steps:
-            evaluate_heldout(done)
+            judge(done)
             if rank == 0:
                 plot_curves({run_dir.name: (metrics, evaluations)}, run_dir / "curves.png")
 
     # --- After -------------------------------------------------------------------------------------------------------
-    evaluate_heldout(args.steps)
+    judge(args.steps)
     if rank == 0:
         bar.close()
         model_nvfp4.save_adapter(run_dir / "adapter", adapter, **adapter_config)
