@@ -23,6 +23,8 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,57 @@ def append_jsonl(path: Path, records: list[dict[str, Any]]) -> None:
         file.write("".join(json.dumps(record) + "\n" for record in records))
 
 
+# Flags that may change when a run goes on; any other difference is refused.
+FREE_FLAGS = {
+    "steps", "keep", "save_every", "eval_every", "run_name", "runs_dir", "resume", "timeout", "dry_run", "print_every",
+    "gpu_memory_utilization", "sleep", "max_tokens", "activation_checkpointing", "no_probe",
+}  # fmt: skip
+
+
+def latest_checkpoint(run_dir: Path) -> Path | None:
+    """The newest complete checkpoint: a folder is renamed to its final name only when everything in it is on disk."""
+    found = sorted((run_dir / "checkpoint").glob("step-*"))
+    return found[-1] if found else None
+
+
+def open_run(args: argparse.Namespace) -> tuple[Path, Path | None]:
+    """The run's folder and the checkpoint to go on from. Reads only; raises UserError before anything is touched."""
+    run_dir = Path(args.runs_dir) / args.run_name
+    config_path = run_dir / "config.json"
+    existing = next(path for path in [run_dir, *run_dir.absolute().parents] if os.path.exists(path))
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(
+            f"{existing} on {socket.gethostname()} is not a folder one can write to, so {run_dir} cannot hold the run; mend its "
+            f"permissions or choose another --runs-dir."
+        )
+    saved = json.loads(config_path.read_text()) if config_path.exists() else {}
+    # `--resume never` and `--resume PATH` are for the first start; torchrun's restarts go on. It counts restarts on the node
+    # that failed, not on those that start again with it: they know the job by its name.
+    known = saved.get("job") == os.environ.get("TORCHELASTIC_RUN_ID", "")
+    restarted = bool(saved) and (known or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
+    if args.resume not in ("auto", "never"):
+        checkpoint = Path(args.resume)
+        if restarted:
+            return run_dir, latest_checkpoint(run_dir) or checkpoint
+        if not (checkpoint / "state.json").exists():
+            raise UserError(
+                f"--resume {checkpoint} is no checkpoint: it has no state.json (expected runs/NAME/checkpoint/step-…)."
+            )
+        if config_path.exists():
+            raise UserError(f"{run_dir} exists; --resume PATH starts a new run, so give it another --run-name.")
+        return run_dir, checkpoint
+    if not saved:
+        return run_dir, None
+    if args.resume == "never" and not restarted:
+        raise UserError(f"{run_dir} exists and --resume never forbids going on; choose another --run-name.")
+    then, now = saved["flags"], json.loads(json.dumps(vars(args)))
+    differing = sorted(k for k in now.keys() | then.keys() if k not in FREE_FLAGS and now.get(k) != then.get(k))
+    if differing:
+        told = ", ".join(f"--{k.replace('_', '-')} {then.get(k)} then, {now.get(k)} now" for k in differing)
+        raise UserError(f"{run_dir} was made with other flags ({told}); use those or another --run-name.")
+    return run_dir, latest_checkpoint(run_dir)
+
+
 def lock_run(run_dir: Path, patience: float = 0.0) -> Any:
     """One writer per run folder. Returns the open file that holds the lock; the kernel lets go when the process ends.
 
@@ -87,9 +140,7 @@ def open_logs(
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
         machine = {"platform": platform.platform(), "processors": os.cpu_count(), "ranks": world, "gpu": gpu}
         versions = {"python": platform.python_version(), **versions}
-        job = os.environ.get(
-            "TORCHELASTIC_RUN_ID", "none"
-        )  # the same on all nodes and after restarts; "none" is torchrun's
+        job = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # the same on all nodes and after restarts
         record = {"flags": flags, "versions": versions, "commit": commit, "machine": machine}
         record["job"] = None if job == "none" else job
         write_atomically(run_dir / "config.json", json.dumps(record, indent=1))
@@ -140,6 +191,17 @@ def report_step(bar: Any, m: dict[str, Any], steps: int, example: Any | None) ->
     )
     if example:
         bar.write(f"  completion: {example.text.strip()!r}")
+
+
+@contextmanager
+def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Adds the wall time of the block to `seconds[phase]`, less what phases inside it took: all phases add up to the step."""
+    start, before = time.perf_counter(), sum(seconds.values())
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    inside = sum(seconds.values()) - before
+    seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start - inside
 
 
 def memory_gib() -> float:

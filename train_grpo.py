@@ -50,14 +50,17 @@ from model_nvfp4 import UserError
 from report import (
     append_jsonl,
     dump_stacks,
+    latest_checkpoint,
     lock_run,
     memory_gib,
     open_logs,
+    open_run,
     outcome,
     plot_curves,
     report_failure,
     report_step,
     sample_records,
+    timed,
 )
 from rollout import Sample, awake, generate, push_adapter
 
@@ -75,7 +78,9 @@ def arithmetic_problems(seed: int, num_train: int = 4096, num_heldout: int = 64)
     Returns (train, held-out), drawn from `seed`, with no problem in both and neither of the examples in any. The three
     operations are equally frequent; training problems repeat, since there are fewer than 500 of them.
     """
-    examples = [("What is 3 + 5?", r"3 + 5 = \boxed{8}"), ("What is 7 * 4?", r"7 * 4 = \boxed{28}")]
+    examples = []
+    for asked, said in [("What is 3 + 5?", r"3 + 5 = \boxed{8}"), ("What is 7 * 4?", r"7 * 4 = \boxed{28}")]:
+        examples += [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
     pools = {
         "+": [(a, b, a + b) for a in range(1, 20) for b in range(1, 20) if a + b <= 20 and (a, b) != (3, 5)],
         "-": [(a, b, a - b) for a in range(1, 21) for b in range(1, a + 1)],
@@ -85,12 +90,7 @@ def arithmetic_problems(seed: int, num_train: int = 4096, num_heldout: int = 64)
 
     def problem(name: str, operation: str, a: int, b: int, answer: int) -> Problem:
         question = f"What is {a} {operation} {b}?"
-        messages = [
-            {"role": role, "content": content}
-            for example in examples
-            for role, content in zip(("user", "assistant"), example)
-        ]
-        return Problem(name, question, str(answer), messages=[*messages, {"role": "user", "content": question}])
+        return Problem(name, question, str(answer), messages=[*examples, {"role": "user", "content": question}])
 
     for pool in pools.values():
         rng.shuffle(pool)
@@ -149,14 +149,9 @@ def group_advantages(rewards: torch.Tensor, scale: str = "std") -> torch.Tensor:
 
 
 def shape_rewards(
-    samples: list[Sample],
-    values: list[float],
-    *,
-    truncated: str,
-    completion_tokens: int,
-    overlong_buffer: int,
-    format_bonus: float,
-) -> tuple[list[float], list[bool]]:
+    samples: list[Sample], values: list[float], *,
+    truncated: str, completion_tokens: int, overlong_buffer: int, format_bonus: float,
+) -> tuple[list[float], list[bool]]:  # fmt: skip
     """(N rewards, N masks): what the flags add to N values, the verdicts' (or those of one's own reward function).
 
     A completion that was cut is scored, zeroed or masked out of the loss; DAPO's soft penalty grows over the last
@@ -260,9 +255,7 @@ def make_segments(
         segment: Segment | None = None
         for index in members:
             sample = samples[index]
-            assert sample.prompt_ids == samples[members[0]].prompt_ids, (
-                f"sample {index} is not of the prompt of its group"
-            )
+            assert sample.prompt_ids == samples[members[0]].prompt_ids, f"sample {index} has another prompt"
             if masked is not None and masked[index]:
                 continue
             if segment is None or segment.num_tokens + len(sample.completion_ids) - 1 > max_tokens:
@@ -296,51 +289,40 @@ def balance(segments: list[Segment], world: int, max_tokens: int) -> list[list[l
 
 def pack(row: list[Segment]) -> Batch:
     """Segments to one row of tensors: the only place where ragged lists become tensors. An empty row gets weight 0."""
-    weight = 1.0 if row else 0.0
-    if not row:
-        row = [Segment([0], [([0], [0.0], 0.0)])]
-    ids: list[int] = []
-    positions: list[int] = []
-    segment_of: list[int] = []
-    completion_of: list[int] = []
-    sources: list[int] = []
-    targets: list[int] = []
-    old_logprobs: list[float] = []
-    advantages: list[float] = []
-    sample_of: list[int] = []
+    ids, positions, segment_of, completion_of = [], [], [], []  # T each
+    sources, targets, logprobs, advantages, sample_of = [], [], [], [], []  # S each
     num_samples = 0
-    for number, segment in enumerate(row):
+    for number, segment in enumerate(row or [Segment([0], [([0], [0.0], 0.0)])]):
         length = len(segment.prompt_ids)
         ids += segment.prompt_ids
         positions += range(length)
         segment_of += [number] * segment.num_tokens
         completion_of += [0] * length
         prompt_end = len(ids) - 1
-        for which, (completion, logprobs, advantage) in enumerate(segment.completions, start=1):
-            assert len(completion) == len(logprobs), (
-                f"a completion of {len(completion)} tokens came with {len(logprobs)} log-probs"
-            )
+        for which, (completion, its_logprobs, advantage) in enumerate(segment.completions, start=1):
+            assert len(its_logprobs) == len(completion), f"{len(its_logprobs)} log-probs of {len(completion)} tokens"
             start = len(ids)
             ids += completion[:-1]
             positions += range(length, length + len(completion) - 1)
             completion_of += [which] * (len(completion) - 1)
             sources += [prompt_end, *range(start, start + len(completion) - 1)]
             targets += completion
-            old_logprobs += logprobs
+            logprobs += its_logprobs
             advantages += [advantage] * len(completion)
             sample_of += [num_samples] * len(completion)
             num_samples += 1
+    sampler_logprobs = torch.tensor(logprobs, dtype=torch.float32)  # (S,)
     return Batch(
         input_ids=torch.tensor([ids]),  # (1, T)
         position_ids=torch.tensor([positions]),  # (1, T)
         layout=torch.tensor([[[segment_of, completion_of, positions]]], dtype=torch.int32),  # (1, 1, 3, T)
         sources=torch.tensor(sources),  # (S,)
         targets=torch.tensor(targets),  # (S,)
-        sampler_logprobs=torch.tensor(old_logprobs, dtype=torch.float32),  # (S,)
-        old_logprobs=torch.tensor(old_logprobs, dtype=torch.float32),  # (S,)
+        sampler_logprobs=sampler_logprobs,
+        old_logprobs=sampler_logprobs,
         advantages=torch.tensor(advantages, dtype=torch.float32),  # (S,)
         samples=torch.tensor(sample_of),  # (S,)
-        weight=weight,
+        weight=1.0 if row else 0.0,
     )
 
 
@@ -380,14 +362,9 @@ def grouped_attention(
             query[0].transpose(0, 1),  # (T, heads, D)
             key[0].transpose(0, 1)[seen],  # (K, kv_heads, D)
             value[0].transpose(0, 1)[seen],  # (K, kv_heads, D)
-            query_ends,
-            key_ends,
-            int(query_ends.diff().max()),
-            int(key_ends.diff().max()),
-            scale=scaling,
-            window_size=(sliding_window - 1 if sliding_window else -1, 0),
-            enable_gqa=True,
-        )  # (T, heads, D)
+            query_ends, key_ends, int(query_ends.diff().max()), int(key_ends.diff().max()),
+            scale=scaling, window_size=(sliding_window - 1 if sliding_window else -1, 0), enable_gqa=True,
+        )  # fmt: skip  # (T, heads, D)
         return output[None], None  # (1, T, heads, D)
     output = BlockAttention.apply(query, key, value, layout, scaling, sliding_window, softcap, s_aux)
     return output.transpose(1, 2), None  # (1, T, heads, D)
@@ -474,12 +451,7 @@ class BlockAttention(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         query, key, value, layout, sinks = ctx.saved_tensors
         scaling, window, softcap = ctx.settings
-        query, key, value, grad = (
-            query[0],
-            key[0],
-            value[0],
-            grad[0],
-        )  # (heads, T, D), (kv_heads, T, D) ×2, (heads, T, D)
+        query, key, value, grad = query[0], key[0], value[0], grad[0]  # (heads, T, D), (kv_heads, T, D) ×2, as query
         grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
         for keys, rows, mask in BlockAttention.blocks(layout, window):
             q = query[:, rows].reshape(len(key), -1, query.shape[-1])  # (kv_heads, group · rows, D)
@@ -620,15 +592,9 @@ def annotate(
 
 
 def parity_probe(
-    engine: Any,
-    policy: nn.Module,
-    adapter: dict[str, torch.Tensor],
-    prompts: list[list[int]],
-    *,
-    push: Any,
-    max_tokens: int,
-    max_gap: float,
-) -> dict[str, tuple[float, float]]:
+    engine: Any, policy: nn.Module, adapter: dict[str, torch.Tensor], prompts: list[list[int]], *,
+    push: Any, max_tokens: int, max_gap: float,
+) -> dict[str, tuple[float, float]]:  # fmt: skip
     """Per kind of adapted module: mean |Δlogp| between engine and trainer with that kind's adapter made large at random,
     and what the trainer thinks of the same samples without it. {kind: (with, without)}. Collective.
 
@@ -636,19 +602,16 @@ def parity_probe(
     programs (TRL 5312, unsloth-zoo 942 and 1250, vLLM 41754): then the engine's samples fit the trainer's base as well as
     its adapted policy. `push(tensors)` hands an adapter to the engine. Raises UserError naming the kind.
     """
-    generator = torch.Generator().manual_seed(0)
-    results = {}
+    generator, device, results = torch.Generator().manual_seed(0), next(policy.parameters()).device, {}
     for kind in sorted({name.split(".")[-3] for name in adapter}):
         noise = {n: torch.randn(t.shape, generator=generator) for n, t in adapter.items() if n.split(".")[-3] == kind}
         for size in (0.1, 0.4, 1.6):  # larger until it shows: how much a module matters differs from model to model
             perturbed = {n: size * noise[n] if n in noise and "lora_B" in n else t for n, t in adapter.items()}
             with awake(engine):
                 push(perturbed)
-                samples = generate(
-                    engine, prompts, list(range(len(prompts))), max_tokens=max_tokens, temperature=1.0, use_adapter=True
-                )
-            batch = pack([Segment(s.prompt_ids, [(s.completion_ids, s.logprobs, 1.0)]) for s in samples])
-            batch = batch.to(next(policy.parameters()).device)
+                seeds = list(range(len(prompts)))
+                samples = generate(engine, prompts, seeds, max_tokens=max_tokens, temperature=1.0, use_adapter=True)
+            batch = pack([Segment(s.prompt_ids, [(s.completion_ids, s.logprobs, 1.0)]) for s in samples]).to(device)
             gaps = []
             for tensors in (perturbed, adapter):
                 model_nvfp4.load_lora_state_dict(policy, tensors)
@@ -778,16 +741,9 @@ def reduce_stats(stats: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor
     """Sums over micro-batches and ranks, maxima for names in …_max. Collective: every rank must call, with the same keys."""
     reduced = {}
     for name in stats[0]:
-        stacked = torch.stack([s[name].double().cpu() for s in stats])  # (rows, …)
-        reduced[name] = stacked.amax(0) if name.endswith("_max") else stacked.sum(0)
-    for operation, chosen in (
-        (dist.ReduceOp.MAX, [n for n in reduced if n.endswith("_max")]),
-        (dist.ReduceOp.SUM, [n for n in reduced if not n.endswith("_max")]),
-    ):
-        flat = torch.cat([reduced[name].reshape(-1) for name in chosen])
-        dist.all_reduce(flat, op=operation)
-        for name, part in zip(chosen, flat.split([reduced[name].numel() for name in chosen])):
-            reduced[name] = part.view(reduced[name].shape)
+        stacked, is_max = torch.stack([s[name].double().cpu() for s in stats]), name.endswith("_max")  # (rows, …)
+        reduced[name] = stacked.amax(0) if is_max else stacked.sum(0)
+        dist.all_reduce(reduced[name], op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM)
     return reduced
 
 
@@ -800,29 +756,13 @@ def percentile(histogram: torch.Tensor, share: float) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The run folder: config, metrics, samples, checkpoints, curves
-
-# Flags that may change when a run goes on; any other difference is refused.
-FREE_FLAGS = {
-    "steps", "keep", "save_every", "eval_every", "run_name", "runs_dir", "resume", "timeout", "dry_run", "print_every",
-    "gpu_memory_utilization", "sleep", "max_tokens", "activation_checkpointing", "no_probe",
-}  # fmt: skip
-
-
-def latest_checkpoint(run_dir: Path) -> Path | None:
-    """The newest complete checkpoint: a folder is renamed to its final name only when everything in it is on disk."""
-    found = sorted((run_dir / "checkpoint").glob("step-*"))
-    return found[-1] if found else None
+# Checkpoints; the rest of the run folder is in report.py
 
 
 def save_checkpoint(
-    run_dir: Path,
-    step: int,
-    adapter: dict[str, torch.Tensor],
-    optimizer_state: dict[str, torch.Tensor],
-    adapter_config: dict[str, Any],
-    keep: int,
-) -> None:
+    run_dir: Path, step: int, adapter: dict[str, torch.Tensor], optimizer_state: dict[str, torch.Tensor],
+    adapter_config: dict[str, Any], keep: int,
+) -> None:  # fmt: skip
     """Rank 0 writes `checkpoint/step-NNNNNN`: a PEFT folder plus optimizer state, complete or not there at all.
 
     Everything is written under a temporary name, flushed to disk, then renamed; older ones beyond `keep` go last. All
@@ -874,57 +814,12 @@ def load_optimizer_tensors(
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     for name, parameter in policy.named_parameters():
-        state = {}
-        for key in ("step", "exp_avg", "exp_avg_sq"):
-            if f"{name}|{key}" not in tensors:
-                continue
+        for key in [k for k in ("step", "exp_avg", "exp_avg_sq") if f"{name}|{k}" in tensors]:
             full = tensors[f"{name}|{key}"]
             if key != "step" and isinstance(parameter, DTensor):
                 full = full.to(parameter.device)
                 full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            state[key] = full
-        if state:
-            optimizer.state[parameter] = state
-
-
-def open_run(args: argparse.Namespace) -> tuple[Path, Path | None]:
-    """The run's folder and the checkpoint to go on from. Reads only; raises UserError before anything is touched."""
-    run_dir = Path(args.runs_dir) / args.run_name
-    config_path = run_dir / "config.json"
-    existing = next(path for path in [run_dir, *run_dir.absolute().parents] if os.path.exists(path))
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(
-            f"{existing} on {socket.gethostname()} is not a folder one can write to, so {run_dir} cannot hold the run; mend its "
-            f"permissions or choose another --runs-dir."
-        )
-    saved = json.loads(config_path.read_text()) if config_path.exists() else {}
-    # `--resume never` and `--resume PATH` are for the first start; torchrun's restarts go on. It counts restarts on the node
-    # that failed, not on those that start again with it: they know the job by its name.
-    restarted = bool(saved) and (
-        os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-        or saved.get("job") == os.environ.get("TORCHELASTIC_RUN_ID", "")
-    )
-    if args.resume not in ("auto", "never"):
-        checkpoint = Path(args.resume)
-        if restarted:
-            return run_dir, latest_checkpoint(run_dir) or checkpoint
-        if not (checkpoint / "state.json").exists():
-            raise UserError(
-                f"--resume {checkpoint} is no checkpoint: it has no state.json (expected runs/NAME/checkpoint/step-…)."
-            )
-        if config_path.exists():
-            raise UserError(f"{run_dir} exists; --resume PATH starts a new run, so give it another --run-name.")
-        return run_dir, checkpoint
-    if not saved:
-        return run_dir, None
-    if args.resume == "never" and not restarted:
-        raise UserError(f"{run_dir} exists and --resume never forbids going on; choose another --run-name.")
-    then, now = saved["flags"], json.loads(json.dumps(vars(args)))
-    differing = sorted(k for k in now.keys() | then.keys() if k not in FREE_FLAGS and now.get(k) != then.get(k))
-    if differing:
-        told = ", ".join(f"--{k.replace('_', '-')} {then.get(k)} then, {now.get(k)} now" for k in differing)
-        raise UserError(f"{run_dir} was made with other flags ({told}); use those or another --run-name.")
-    return run_dir, latest_checkpoint(run_dir)
+            optimizer.state[parameter][key] = full
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1091,37 +986,30 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def check_flags(args: argparse.Namespace, world: int) -> None:
     """Raises UserError for values that cannot work, with the nearest ones that do."""
-    if args.group_size < 2:
-        raise UserError(
-            f"--group-size {args.group_size}: GRPO compares the samples of a group; use 2 or more (8 is usual)."
-        )
-    for flag in ("prompts", "completion_tokens", "max_tokens", "steps", "lora_rank", "save_every", "heldout_samples"):
+    positive = ["prompts", "completion_tokens", "max_tokens", "steps", "lora_rank", "save_every", "heldout_samples"]
+    for flag in [*positive, "tp", "minibatches", "print_every"]:
         if getattr(args, flag) < 1:
             raise UserError(f"--{flag.replace('_', '-')} {getattr(args, flag)} must be at least 1.")
-    if args.refill < 0:
-        raise UserError(f"--refill {args.refill} must be 0 (off) or the number of extra rounds of rollouts.")
-    if args.temperature <= 0:
-        raise UserError(
-            f"--temperature {args.temperature}: all samples of a group would be equal; use a value above 0, such as 1."
-        )
-    if args.lora_rank > max(rollout.LORA_RANKS):
-        raise UserError(
-            f"--lora-rank {args.lora_rank} is above the largest that vLLM serves, {max(rollout.LORA_RANKS)}."
-        )
-    if world % args.tp:
-        raise UserError(f"--tp {args.tp} does not divide the {world} ranks; use a divisor of {world}.")
-    if args.engine_w4a4 and args.old_logprobs != "trainer":
-        raise UserError(
-            "--engine-w4a4 samples from a rounder model than the one trained; add --old-logprobs trainer (importance weights "
-            "bridge the two) and raise --max-logprob-gap to about 0.4."
-        )
-    replicas = world // args.tp
-    if args.prompts % replicas:
-        below, above = args.prompts // replicas * replicas, -(-args.prompts // replicas) * replicas
-        nearest = f"{below} or {above}" if below else f"{above}"
-        raise UserError(
-            f"--prompts {args.prompts} does not divide over {replicas} engines; the nearest that do: {nearest}."
-        )
+    replicas, largest = max(1, world // args.tp), max(rollout.LORA_RANKS)
+    below, above = args.prompts // replicas * replicas, -(-args.prompts // replicas) * replicas
+    nearest = f"{below} or {above}" if below else f"{above}"
+    # fmt: off
+    for wrong, sentence in [
+        (args.group_size < 2, f"--group-size {args.group_size}: GRPO compares the samples of a group; use 2 or more (8 is usual)."),
+        (args.refill < 0, f"--refill {args.refill} must be 0 (off) or the number of extra rounds of rollouts."),
+        (args.temperature <= 0,
+         f"--temperature {args.temperature}: all samples of a group would be equal; use a value above 0, such as 1."),
+        (args.lora_rank > largest, f"--lora-rank {args.lora_rank} is above the largest that vLLM serves, {largest}."),
+        (world % args.tp, f"--tp {args.tp} does not divide the {world} ranks; use a divisor of {world}."),
+        (args.engine_w4a4 and args.old_logprobs != "trainer",
+         "--engine-w4a4 samples from a rounder model than the one trained; add --old-logprobs trainer (importance weights "
+         "bridge the two) and raise --max-logprob-gap to about 0.4."),
+        (args.prompts % replicas,
+         f"--prompts {args.prompts} does not divide over {replicas} engines; the nearest that do: {nearest}."),
+    ]:
+        if wrong:
+            raise UserError(sentence)
+    # fmt: on
 
 
 def check_references(problems: list[Problem], reward: str | None) -> None:
@@ -1239,59 +1127,33 @@ def step_metrics(
     rewards: torch.Tensor,  # (groups, G), with all rounds of dynamic sampling
     values: torch.Tensor,  # (groups, G), before shaping
     num_prompts: int,  # P
-    verdicts: list[grader.Verdict],
     totals: dict[str, torch.Tensor],
     norms: list[float],
-    lr: float,
-    seconds: dict[str, float],
 ) -> dict[str, Any]:
-    """One line of metrics.jsonl. Means over tokens are over the trained tokens of all ranks; log-probs are in nats.
+    """Most of a line of metrics.jsonl. Means over tokens are over the trained tokens of all ranks; log-probs are in nats.
 
     Rewards and shares of groups are of the first P groups: those asked because others had no spread are no fair sample.
     """
-    rewards, values = rewards[:num_prompts], values[:num_prompts]  # (P, G), (P, G)
-    lengths = [len(s.completion_ids) for s in samples]
-    tokens = max(totals["tokens"].item(), 1)
+    asked, (rewards, values) = len(rewards), (rewards[:num_prompts], values[:num_prompts])  # (P, G), (P, G)
     mixed, best = has_spread(values)[:, 0], values.amax(1)  # (P,), (P,)
-    per_token = {
-        name: totals[name].item() / tokens for name in ("gap", "kl", "reference_kl", "entropy", "clip_low", "clip_high")
-    }
+    lengths = [len(s.completion_ids) for s in samples]
+    t = {name: total.item() for name, total in totals.items() if name != "gap_histogram"}
+    means = ("gap", "kl", "reference_kl", "entropy", "clip_low", "clip_high")
+    # fmt: off
     return {
-        "step": step,
-        "reward": rewards.mean().item(),
-        "reward_std": rewards.std().item(),
+        "step": step, "reward": rewards.mean().item(), "reward_std": rewards.std().item(),
         "groups_mixed": mixed.float().mean().item(),
         "groups_all_right": (~mixed & (best > 0)).float().mean().item(),
         "groups_all_wrong": (~mixed & (best <= 0)).float().mean().item(),
-        "groups_asked": len(samples) // rewards.shape[1],
-        "completion_tokens": float(np.mean(lengths)),
-        "completion_tokens_max": max(lengths),
+        "groups_asked": asked,
+        "completion_tokens": float(np.mean(lengths)), "completion_tokens_max": max(lengths),
         "truncated": float(np.mean([s.finish_reason == "length" for s in samples])),
-        "sampled_tokens": sum(lengths),
-        "trained_tokens": int(totals["tokens"].item()),
-        "loss": totals["loss"].item(),
-        **per_token,
-        "gap_p99": percentile(totals["gap_histogram"], 0.99),
-        "gap_max": totals["gap_max"].item(),
-        "ratio_max": totals["ratio_max"].item(),
-        "grad_norm": norms[-1],
-        "skipped": sum(not math.isfinite(norm) for norm in norms),
-        "lr": lr,
-        "reasons": dict(Counter(v.reason for v in verdicts)),
-        "seconds": seconds,
-        "memory_gib": memory_gib(),
+        "sampled_tokens": sum(lengths), "trained_tokens": int(t["tokens"]), "loss": t["loss"],
+        **{name: t[name] / max(t["tokens"], 1) for name in means},
+        "gap_p99": percentile(totals["gap_histogram"], 0.99), "gap_max": t["gap_max"], "ratio_max": t["ratio_max"],
+        "grad_norm": norms[-1], "skipped": sum(not math.isfinite(norm) for norm in norms),
     }
-
-
-@contextmanager
-def timed(seconds: dict[str, float], phase: str) -> Any:
-    """Adds the wall time of the block to `seconds[phase]`, less what phases inside it took: all phases add up to the step."""
-    start, before = time.perf_counter(), sum(seconds.values())
-    yield
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    inside = sum(seconds.values()) - before
-    seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start - inside
+    # fmt: on
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1355,9 +1217,8 @@ def main() -> None:
     say(f"engine: {rollout.kernels(engine)}")
     register_attention()
     lora = {"lora_rank": args.lora_rank, "lora_alpha": args.lora_alpha}
-    policy = Policy(
-        model_nvfp4.build_model(args.model, **lora, lora_targets=args.lora_targets, attn_implementation="grouped")
-    )
+    model = model_nvfp4.build_model(args.model, **lora, lora_targets=args.lora_targets, attn_implementation="grouped")
+    policy = Policy(model)
     model_nvfp4.shard(policy, activation_checkpointing=args.activation_checkpointing)
     model_nvfp4.load_weights(policy, args.model, seed=args.seed)
     policy.eval()  # no dropout: the ratio compares two forwards of the same network
@@ -1409,10 +1270,8 @@ def main() -> None:
     bar = tqdm(total=args.steps, initial=start_step, desc="GRPO", disable=rank != 0, dynamic_ncols=True)
     if not args.no_probe:
         probes = [prompt_ids[p.problem] for p in next_problems(train, start_step, 4, args.seed)]
-        length = min(16, args.completion_tokens)
-        probe = parity_probe(
-            engine, policy, adapter, probes, push=push, max_tokens=length, max_gap=args.max_logprob_gap
-        )
+        limits = {"max_tokens": min(16, args.completion_tokens), "max_gap": args.max_logprob_gap}
+        probe = parity_probe(engine, policy, adapter, probes, push=push, **limits)
         worst = max(probe, key=lambda kind: probe[kind][0])
         apart = min(without / used for used, without in probe.values())
         say(
@@ -1494,8 +1353,9 @@ def main() -> None:
 
         # --- Log, checkpoint, evaluation -----------------------------------------------------------------------------
         done = step + 1
-        m = step_metrics(done, samples, rewards, unshaped, args.prompts, verdicts, totals, norms, lr, seconds)
-        m |= {"adapter_crc": checksum, "engine": engine.stats}
+        m = step_metrics(done, samples, rewards, unshaped, args.prompts, totals, norms)
+        m |= {"lr": lr, "reasons": dict(Counter(v.reason for v in verdicts)), "seconds": seconds}
+        m |= {"memory_gib": memory_gib(), "adapter_crc": checksum, "engine": engine.stats}
         if rank == 0:
             metrics.append(m)
             append_jsonl(run_dir / "metrics.jsonl", [m])
