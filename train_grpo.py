@@ -40,28 +40,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from tqdm import tqdm
 
 import model_nvfp4
+import report
 import reward as grader
 import rollout
 from eval_aime import Problem, conversation, evaluate, read_problems, sample_seed
 from model_nvfp4 import UserError
-from report import (
-    append_jsonl,
-    dump_stacks,
-    latest_checkpoint,
-    lock_run,
-    memory_gib,
-    open_logs,
-    open_run,
-    outcome,
-    plot_curves,
-    report_failure,
-    report_step,
-    sample_records,
-    timed,
-)
 from rollout import Sample, awake, generate, push_adapter
 
 # Axis legend: P prompts of a step (all ranks) · G samples per prompt · N = P·G · T tokens of a row · S trained tokens ·
@@ -94,14 +84,10 @@ def arithmetic_problems(seed: int, num_train: int = 4096, num_heldout: int = 64)
 
     for pool in pools.values():
         rng.shuffle(pool)
-    heldout = []
-    for index in range(num_heldout):
-        operation = "+-*"[index % 3]
-        heldout.append(problem(f"heldout-{index}", operation, *pools[operation].pop()))
-    train = []
-    for index in range(num_train):
-        operation = rng.choice("+-*")
-        train.append(problem(f"train-{index}", operation, *rng.choice(pools[operation])))
+    operations = [(index, "+-*"[index % 3]) for index in range(num_heldout)]
+    heldout = [problem(f"heldout-{index}", operation, *pools[operation].pop()) for index, operation in operations]
+    draws = ((index, rng.choice("+-*")) for index in range(num_train))
+    train = [problem(f"train-{index}", operation, *rng.choice(pools[operation])) for index, operation in draws]
     return train, heldout
 
 
@@ -573,7 +559,7 @@ def adapter_off(policy: nn.Module) -> Any:
 def annotate(
     policy: nn.Module, batches: list[Batch], temperature: float, old_logprobs: str, correction: str, reference: bool
 ) -> None:
-    """Extra forwards that some settings need, before the first update: the trainer's own log-probs as the ratio's
+    """Extra forwards that some settings need (else none), before the first update: the trainer's own log-probs as the ratio's
     denominator with importance weights against the sampler's, and those of the base, which is the policy with its adapter
     switched off. Collective: every rank must call with equally many batches.
     """
@@ -768,9 +754,6 @@ def save_checkpoint(
     Everything is written under a temporary name, flushed to disk, then renamed; older ones beyond `keep` go last. All
     tensors are full (not sharded), so any number of ranks can go on from it. Raises UserError when the disk is full.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     folder = run_dir / "checkpoint"
     temporary, final = folder / ".writing", folder / f"step-{step:06d}"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -785,7 +768,7 @@ def save_checkpoint(
             os.close(descriptor)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        last = latest_checkpoint(run_dir)
+        last = report.latest_checkpoint(run_dir)
         raise UserError(
             f"could not write the checkpoint of step {step} to {folder} ({error}); free some space and start the same command "
             f"again: it goes on from {last.name if last else 'the beginning'}."
@@ -807,12 +790,8 @@ def optimizer_tensors(policy: nn.Module, optimizer: torch.optim.Optimizer) -> di
     return tensors
 
 
-def load_optimizer_tensors(
-    policy: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]
-) -> None:
+def load_optimizer_tensors(policy: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Any]) -> None:
     """The inverse: each rank keeps its shard of the full tensors."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
     for name, parameter in policy.named_parameters():
         for key in [k for k in ("step", "exp_avg", "exp_avg_sq") if f"{name}|{k}" in tensors]:
             full = tensors[f"{name}|{key}"]
@@ -850,25 +829,20 @@ def check_ranks_agree(view: dict[str, Any]) -> None:
     would end in a hang or, worse, in a policy trained on two things. Warns of clocks that differ. Collective.
     """
     dist.barrier()
-    mine = view | {"host": socket.gethostname(), "clock": time.time()}
     views: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(views, mine)
+    dist.all_gather_object(views, view | {"host": socket.gethostname(), "clock": time.time()})
+    first = views[0]
     for rank, other in enumerate(views):
-        for name in view:
-            if other[name] != views[0][name]:
-                raise UserError(
-                    f"{name}: {views[0][name]} on rank 0 ({views[0]['host']}), but {other[name]} on rank {rank} ({other['host']}); "
-                    f"start all nodes with the same flags, and keep model, data and --runs-dir where all nodes see the same files."
-                )
-    ahead = max(views, key=lambda v: v["clock"])
-    behind = min(views, key=lambda v: v["clock"])
+        for name in [name for name in view if other[name] != first[name]]:
+            raise UserError(
+                f"{name}: {first[name]} on rank 0 ({first['host']}), but {other[name]} on rank {rank} ({other['host']}); start all "
+                f"nodes with the same flags, and keep model, data and --runs-dir where all nodes see the same files."
+            )
+    ahead, behind = max(views, key=lambda v: v["clock"]), min(views, key=lambda v: v["clock"])
     apart = ahead["clock"] - behind["clock"]
     if apart > 5 and dist.get_rank() == 0:  # torchrun's rendezvous drops a node whose heartbeat seems 15 s old
-        print(
-            f"warning: the clock of {ahead['host']} is {apart:.0f} s ahead of that of {behind['host']}; torchrun may take a node "
-            f"for dead, so synchronise them (chrony, ntpd).",
-            file=sys.stderr,
-        )
+        warning = f"the clock of {ahead['host']} is {apart:.0f} s ahead of that of {behind['host']}; torchrun may take"
+        print(f"warning: {warning} a node for dead, so synchronise them (chrony, ntpd).", file=sys.stderr)
 
 
 def check_same_adapter(adapter: dict[str, torch.Tensor], step: int) -> int:
@@ -1014,9 +988,8 @@ def check_flags(args: argparse.Namespace, world: int) -> None:
 
 def check_references(problems: list[Problem], reward: str | None) -> None:
     """An answer that the checker cannot read could never be earned: a mistake in the data, told before training."""
-    if reward:
-        return  # one's own reward function reads its references itself
-    rows = grader.unreadable_references([problem.answer for problem in problems])
+    # One's own reward function reads its references itself.
+    rows = [] if reward else grader.unreadable_references([problem.answer for problem in problems])
     if rows:
         first = problems[rows[0]]
         raise UserError(
@@ -1172,7 +1145,7 @@ def main() -> None:
     summary = model_nvfp4.check_checkpoint(args.model)
     if device.type == "cuda":
         rollout.check_sleep(args.sleep, summary["weight_bytes"], args.tp)
-    run_dir, checkpoint = open_run(args)
+    run_dir, checkpoint = report.open_run(args)
     start_step = json.loads((checkpoint / "state.json").read_text())["step"] if checkpoint else 0
     train, heldout = read_data(args)
     check_references([*train, *heldout], args.reward)
@@ -1196,9 +1169,8 @@ def main() -> None:
 
     # --- Ranks and run folder ----------------------------------------------------------------------------------------
     join_ranks(timedelta(minutes=args.timeout))
-    dump_stacks(run_dir, rank)
-    if rank == 0:
-        lock = lock_run(run_dir, patience=10)  # held until this process ends, however it ends
+    report.dump_stacks(run_dir, rank)
+    lock = report.lock_run(run_dir, patience=10) if rank == 0 else None  # until this process ends, however it ends
     view = {f"--{name}": value for name, value in vars(args).items() if name not in ("model", "dataset", "runs_dir")}
     contents = json.dumps([(p.problem, p.answer, prompt_ids[p.problem]) for p in [*train, *heldout]])
     view |= {"the step to go on from": start_step, "the checksum of all problems": zlib.crc32(contents.encode())}
@@ -1225,27 +1197,26 @@ def main() -> None:
     trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     if checkpoint:
-        from safetensors.torch import load_file
-
         model_nvfp4.load_lora_state_dict(policy, load_file(checkpoint / "adapter_model.safetensors"))
         load_optimizer_tensors(policy, optimizer, load_file(checkpoint / "optimizer.safetensors"))
     adapter = model_nvfp4.lora_state_dict(policy)
     adapter_config = lora | {"base_model": args.model}
     metrics, evaluations = [], []  # of rank 0, which writes
     if rank == 0:
-        metrics, evaluations = open_logs(run_dir, start_step, vars(args), rollout.versions(), world)
+        metrics, evaluations = report.open_logs(run_dir, start_step, vars(args), rollout.versions(), world)
     dist.barrier()
 
     # --- What the loop calls with settings of its own ----------------------------------------------------------------
-    flags = vars(args)
+    flags, P, G = vars(args), args.prompts, args.group_size
     loss_settings = {name: flags[name] for name in ("loss", "clip_low", "clip_high", "dual_clip", "kl_coef")}
     shaping = {name: flags[name] for name in ("truncated", "completion_tokens", "overlong_buffer", "format_bonus")}
+    extra_forwards = {name: flags[name] for name in ("old_logprobs", "correction")} | {"reference": args.kl_coef > 0}
     sampling = {"temperature": args.temperature, "max_tokens": args.completion_tokens, "stop": args.stop}
-    judging = {"k": args.heldout_samples, "temperature": args.temperature, "top_p": args.eval_top_p, "stop": args.stop}
+    sampling["use_adapter"] = True
+    temperature = args.temperature if args.eval_temperature is None else args.eval_temperature
+    judging = {"k": args.heldout_samples, "temperature": temperature, "top_p": args.eval_top_p, "stop": args.stop}
     judging |= {"max_tokens": eval_tokens, "seed": args.seed, "template": args.prompt_template}
     judging |= {"chat_template_kwargs": args.chat_template_kwargs, "use_adapter": True}
-    if args.eval_temperature is not None:
-        judging["temperature"] = args.eval_temperature
 
     def push(tensors: dict[str, torch.Tensor], version: int = -1) -> None:
         model_nvfp4.save_adapter(handover, tensors, **adapter_config)
@@ -1259,13 +1230,11 @@ def main() -> None:
             return
         with awake(engine):
             push(adapter, step)
-            report = evaluate(engine, tokenizer, heldout, **judging)
+            result = evaluate(engine, tokenizer, heldout, **judging)
         if rank == 0:
-            evaluations.append({"step": step, **report})
-            append_jsonl(run_dir / "evaluations.jsonl", evaluations[-1:])
-            bar.write(f"step {step:4d}  {judged_on} accuracy {report['avg']:.3f} ± {report['avg_se']:.3f}")
-
-    from tqdm import tqdm
+            evaluations.append({"step": step, **result})
+            report.append_jsonl(run_dir / "evaluations.jsonl", evaluations[-1:])
+            bar.write(f"step {step:4d}  {judged_on} accuracy {result['avg']:.3f} ± {result['avg_se']:.3f}")
 
     bar = tqdm(total=args.steps, initial=start_step, desc="GRPO", disable=rank != 0, dynamic_ncols=True)
     if not args.no_probe:
@@ -1287,50 +1256,39 @@ def main() -> None:
         # A collective that is stuck raises after --timeout; this is for an engine that is stuck by itself.
         faulthandler.dump_traceback_later(2 * 60 * args.timeout, exit=True)
         seconds: dict[str, float] = {}
-        problems, samples, verdicts, values, missing = [], [], [], [], args.prompts
-        with timed(seconds, "generate"), awake(engine):  # vLLM owns the GPU inside this block
-            with timed(seconds, "push"):
+        problems, samples, verdicts, values, missing = [], [], [], [], P
+        with report.timed(seconds, "generate"), awake(engine):  # vLLM owns the GPU inside this block
+            with report.timed(seconds, "push"):
                 push(adapter, step)  # the policy that we are about to improve
             for refill in range(1 + args.refill):  # once; --refill asks again in place of groups without spread
                 asked = next_problems(train, step, missing, args.seed, refill)  # the same on every rank
-                members = range(refill * args.group_size, (refill + 1) * args.group_size)  # no draw twice in a step
-                draws = [(problem, member) for problem in asked for member in members]
-                seeds = [sample_seed(args.seed, step, problem.id, member) for problem, member in draws]
-                prompts = [prompt_ids[problem.problem] for problem, _ in draws]
-                answers = generate(engine, prompts, seeds, use_adapter=True, **sampling)  # group-contiguous
-                with timed(seconds, "score"):
-                    judged, paid = score_together(answers, [problem.answer for problem, _ in draws], own_reward)
+                draws = [(p, refill * G + member) for p in asked for member in range(G)]  # none is made twice in a step
+                seeds = [sample_seed(args.seed, step, p.id, member) for p, member in draws]
+                answers = generate(engine, [prompt_ids[p.problem] for p, _ in draws], seeds, **sampling)
+                with report.timed(seconds, "score"):
+                    judged, paid = score_together(answers, [p.answer for p, _ in draws], own_reward)
                 problems, samples = problems + asked, samples + answers  # P groups, and those that --refill asks for
                 verdicts, values = verdicts + judged, values + paid
-                unshaped = torch.tensor(values).view(-1, args.group_size)  # (groups, G)
-                missing = args.prompts - int(has_spread(unshaped).sum())
+                unshaped = torch.tensor(values).view(-1, G)  # (groups, G)
+                missing = P - int(has_spread(unshaped).sum())
                 if not missing:
                     break
         shaped, masked = shape_rewards(samples, values, **shaping)  # N, N
-        rewards = torch.tensor(shaped).view(-1, args.group_size)  # (groups, G)
-        with timed(seconds, "train"):
+        rewards = torch.tensor(shaped).view(-1, G)  # (groups, G)
+        with report.timed(seconds, "train"):
             advantages = group_advantages(rewards, args.advantage_scale)  # (groups, G)
             if args.refill:  # replaced groups stay out, also where the shaping has given them a spread
                 advantages *= has_spread(unshaped)  # (groups, G)
             segments = make_segments(samples, advantages, args.max_tokens, masked)
             chunks = [segments[part :: args.minibatches] for part in range(args.minibatches)]
             batches = [[pack(row).to(device) for row in balance(c, world, args.max_tokens)[rank]] for c in chunks]
-            if args.old_logprobs == "trainer" or args.kl_coef:
-                annotate(
-                    policy,
-                    [batch for rows in batches for batch in rows],
-                    args.temperature,
-                    args.old_logprobs,
-                    args.correction,
-                    args.kl_coef > 0,
-                )
+            annotate(policy, [batch for rows in batches for batch in rows], args.temperature, **extra_forwards)
             optimizer.param_groups[0]["lr"] = lr = learning_rate(args.lr, step, args.steps, args.warmup, args.schedule)
             stats, norms = [], []
             for chunk, rows in zip(chunks, batches):  # optimizer steps on this rollout; one, unless asked for more
+                # Tokens of all ranks: one denominator, however rows are dealt out.
                 num_tokens = sum(len(ids) for s in chunk for ids, _, _ in s.completions)
-                num_samples = args.prompts * args.group_size / args.minibatches
-                # Of all ranks: one denominator, however rows are dealt out.
-                denominator = loss_denominator(args.loss, num_tokens, num_samples, args.completion_tokens)
+                denominator = loss_denominator(args.loss, num_tokens, P * G / args.minibatches, args.completion_tokens)
                 loss_sum = torch.zeros((), device=device)  # ()
                 for batch in rows:
                     logprobs, entropy = token_logprobs(policy, batch, args.temperature)  # (S,), (S,)
@@ -1339,10 +1297,8 @@ def main() -> None:
                         weights=batch.corrections, reference_logprobs=batch.reference_logprobs, **loss_settings,
                     )  # fmt: skip
                     (loss * batch.weight * world).backward()  # FSDP averages over ranks; the loss wants the sum
-                    sums |= gap_stats(logprobs, batch.sampler_logprobs) | {
-                        "entropy": entropy.sum(),
-                        "loss": loss.detach(),
-                    }
+                    sums |= gap_stats(logprobs, batch.sampler_logprobs)
+                    sums |= {"entropy": entropy.sum(), "loss": loss.detach()}
                     stats.append({name: value * batch.weight for name, value in sums.items()})
                     loss_sum += stats[-1]["loss"]
                 norms.append(optimizer_step(optimizer, loss_sum, num_tokens, args.max_grad_norm))
@@ -1353,25 +1309,26 @@ def main() -> None:
 
         # --- Log, checkpoint, evaluation -----------------------------------------------------------------------------
         done = step + 1
-        m = step_metrics(done, samples, rewards, unshaped, args.prompts, totals, norms)
+        m = step_metrics(done, samples, rewards, unshaped, P, totals, norms)
         m |= {"lr": lr, "reasons": dict(Counter(v.reason for v in verdicts)), "seconds": seconds}
-        m |= {"memory_gib": memory_gib(), "adapter_crc": checksum, "engine": engine.stats}
+        m |= {"memory_gib": report.memory_gib(), "adapter_crc": checksum, "engine": engine.stats}
         if rank == 0:
             metrics.append(m)
-            append_jsonl(run_dir / "metrics.jsonl", [m])
-            append_jsonl(run_dir / "samples.jsonl", sample_records(done, problems, samples, verdicts, shaped))
-            report_step(bar, m, args.steps, samples[0] if step % args.print_every == 0 else None)
+            report.append_jsonl(run_dir / "metrics.jsonl", [m])
+            records = report.sample_records(done, problems, samples, verdicts, shaped)
+            report.append_jsonl(run_dir / "samples.jsonl", records)
+            report.report_step(bar, m, args.steps, samples[0] if step % args.print_every == 0 else None)
         bad_steps = bad_steps + 1 if m["skipped"] else 0
         check_step(m, args.max_logprob_gap, bad_steps, run_dir / "samples.jsonl")
         if done % args.save_every == 0 or done == args.steps:
-            with timed(seconds, "save"):  # counted with the next line of the log, which is already written
+            with report.timed(seconds, "save"):  # counted with the next line of the log, which is already written
                 moments = optimizer_tensors(policy, optimizer)
                 if rank == 0:
                     save_checkpoint(run_dir, done, adapter, moments, adapter_config, args.keep)
         if args.eval_every and done % args.eval_every == 0 and done < args.steps:
             judge(done)
             if rank == 0:
-                plot_curves({run_dir.name: (metrics, evaluations)}, run_dir / "curves.png")
+                report.plot_curves({run_dir.name: (metrics, evaluations)}, run_dir / "curves.png")
 
     # --- After -------------------------------------------------------------------------------------------------------
     judge(args.steps)
@@ -1379,9 +1336,9 @@ def main() -> None:
         bar.close()
         model_nvfp4.save_adapter(run_dir / "adapter", adapter, **adapter_config)
         if metrics:
-            plot_curves({run_dir.name: (metrics, evaluations)}, run_dir / "curves.png")
+            report.plot_curves({run_dir.name: (metrics, evaluations)}, run_dir / "curves.png")
         if heldout:
-            print(outcome(evaluations))
+            print(report.outcome(evaluations))
         print(f"adapter in {run_dir / 'adapter'}, curves in {run_dir / 'curves.png'}")
         lock.close()
     shutil.rmtree(handover, ignore_errors=True)
@@ -1392,6 +1349,6 @@ if __name__ == "__main__":
     try:
         main()
     except Exception as error:
-        code = report_failure(error)
+        code = report.report_failure(error)
         sys.stdout.flush()
         os._exit(code)  # not sys.exit: what NCCL and vLLM do on the way out waits for ranks that are gone
