@@ -470,13 +470,12 @@ class TokenLogprobs(torch.autograd.Function):
         multiplier: float,
         softcap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        num_tokens = targets.shape[0]
         # fp32 logits of a chunk: 128 MB on a GPU, to keep its matmul busy; 8 MB on a CPU, to stay in the cache.
         chunk = max(16, (2**25 if hidden.is_cuda else 2**21) // weight.shape[0])
-        logprobs = hidden.new_empty(num_tokens, dtype=torch.float32)  # (S,)
-        entropy = hidden.new_empty(num_tokens, dtype=torch.float32)  # (S,)
+        logprobs = hidden.new_empty(len(targets), dtype=torch.float32)  # (S,)
+        entropy = hidden.new_empty(len(targets), dtype=torch.float32)  # (S,)
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None  # (S, H)
-        for start in range(0, num_tokens, chunk):
+        for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
             logits = F.linear(hidden[part], weight, bias).float()  # (chunk, V)
             slope: Any = multiplier / temperature
@@ -627,6 +626,7 @@ LOSSES = {  # name: (ratio per "token" or "sequence", average over "tokens" or a
     "gspo": ("sequence", "tokens", False),  # Zheng et al. 2025: one ratio a completion, its tokens' geometric mean
     "cispo": ("token", "tokens", False),  # MiniMax-M1 2025: the clipped ratio is a weight, no token loses its gradient
 }
+GAP_BINS = torch.logspace(-6, 2, 161)  # twenty to a decade: a percentile is right to 6 %
 
 
 def per_sample(values: torch.Tensor, samples: torch.Tensor, reduce: str) -> torch.Tensor:
@@ -720,9 +720,6 @@ def gap_stats(trainer_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor) ->
     }
 
 
-GAP_BINS = torch.logspace(-6, 2, 161)  # twenty to a decade: a percentile is right to 6 %
-
-
 def reduce_stats(stats: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Sums over micro-batches and ranks, maxima for names in …_max. Collective: every rank must call, with the same keys."""
     reduced = {}
@@ -773,8 +770,7 @@ def save_checkpoint(
             f"could not write the checkpoint of step {step} to {folder} ({error}); free some space and start the same command "
             f"again: it goes on from {last.name if last else 'the beginning'}."
         ) from error
-    if final.exists():
-        shutil.rmtree(final)
+    shutil.rmtree(final, ignore_errors=True)
     os.rename(temporary, final)
     for old in sorted(folder.glob("step-*"))[: -(keep + 1)]:
         shutil.rmtree(old)
@@ -1212,7 +1208,6 @@ def main() -> None:
     shaping = {name: flags[name] for name in ("truncated", "completion_tokens", "overlong_buffer", "format_bonus")}
     extra_forwards = {name: flags[name] for name in ("old_logprobs", "correction")} | {"reference": args.kl_coef > 0}
     sampling = {"temperature": args.temperature, "max_tokens": args.completion_tokens, "stop": args.stop}
-    sampling["use_adapter"] = True
     temperature = args.temperature if args.eval_temperature is None else args.eval_temperature
     judging = {"k": args.heldout_samples, "temperature": temperature, "top_p": args.eval_top_p, "stop": args.stop}
     judging |= {"max_tokens": eval_tokens, "seed": args.seed, "template": args.prompt_template}
@@ -1264,10 +1259,10 @@ def main() -> None:
                 asked = next_problems(train, step, missing, args.seed, refill)  # the same on every rank
                 draws = [(p, refill * G + member) for p in asked for member in range(G)]  # none is made twice in a step
                 seeds = [sample_seed(args.seed, step, p.id, member) for p, member in draws]
-                answers = generate(engine, [prompt_ids[p.problem] for p, _ in draws], seeds, **sampling)
+                said = generate(engine, [prompt_ids[p.problem] for p, _ in draws], seeds, use_adapter=True, **sampling)
                 with report.timed(seconds, "score"):
-                    judged, paid = score_together(answers, [p.answer for p, _ in draws], own_reward)
-                problems, samples = problems + asked, samples + answers  # P groups, and those that --refill asks for
+                    judged, paid = score_together(said, [p.answer for p, _ in draws], own_reward)
+                problems, samples = problems + asked, samples + said  # P groups, and those that --refill asks for
                 verdicts, values = verdicts + judged, values + paid
                 unshaped = torch.tensor(values).view(-1, G)  # (groups, G)
                 missing = P - int(has_spread(unshaped).sum())
