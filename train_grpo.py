@@ -17,20 +17,15 @@ What we left out of the papers, and why:
 from __future__ import annotations
 
 import argparse
-import errno
 import faulthandler
-import fcntl
 import json
 import math
 import os
 import random
 import shutil
-import signal
 import socket
 import sys
-import tempfile
 import time
-import traceback
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -44,24 +39,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from tqdm import tqdm
 
 import model_nvfp4
+import report
 import reward as grader
 import rollout
 from eval_aime import Problem, conversation, evaluate, read_problems, sample_seed
 from model_nvfp4 import UserError
-from report import (
-    append_jsonl,
-    describe_run,
-    memory_gib,
-    outcome,
-    plot_curves,
-    read_jsonl,
-    report_step,
-    sample_records,
-    write_atomically,
-)
 from rollout import Sample, awake, generate, push_adapter
 
 # Axis legend: P prompts of a step (all ranks) · G samples per prompt · N = P·G · T tokens of a row · S trained tokens ·
@@ -78,7 +67,9 @@ def arithmetic_problems(seed: int, num_train: int = 4096, num_heldout: int = 64)
     Returns (train, held-out), drawn from `seed`, with no problem in both and neither of the examples in any. The three
     operations are equally frequent; training problems repeat, since there are fewer than 500 of them.
     """
-    examples = [("What is 3 + 5?", r"3 + 5 = \boxed{8}"), ("What is 7 * 4?", r"7 * 4 = \boxed{28}")]
+    examples = []
+    for asked, said in [("What is 3 + 5?", r"3 + 5 = \boxed{8}"), ("What is 7 * 4?", r"7 * 4 = \boxed{28}")]:
+        examples += [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
     pools = {
         "+": [(a, b, a + b) for a in range(1, 20) for b in range(1, 20) if a + b <= 20 and (a, b) != (3, 5)],
         "-": [(a, b, a - b) for a in range(1, 21) for b in range(1, a + 1)],
@@ -88,23 +79,14 @@ def arithmetic_problems(seed: int, num_train: int = 4096, num_heldout: int = 64)
 
     def problem(name: str, operation: str, a: int, b: int, answer: int) -> Problem:
         question = f"What is {a} {operation} {b}?"
-        messages = [
-            {"role": role, "content": content}
-            for example in examples
-            for role, content in zip(("user", "assistant"), example)
-        ]
-        return Problem(name, question, str(answer), messages=[*messages, {"role": "user", "content": question}])
+        return Problem(name, question, str(answer), messages=[*examples, {"role": "user", "content": question}])
 
     for pool in pools.values():
         rng.shuffle(pool)
-    heldout = []
-    for index in range(num_heldout):
-        operation = "+-*"[index % 3]
-        heldout.append(problem(f"heldout-{index}", operation, *pools[operation].pop()))
-    train = []
-    for index in range(num_train):
-        operation = rng.choice("+-*")
-        train.append(problem(f"train-{index}", operation, *rng.choice(pools[operation])))
+    operations = [(index, "+-*"[index % 3]) for index in range(num_heldout)]
+    heldout = [problem(f"heldout-{index}", operation, *pools[operation].pop()) for index, operation in operations]
+    draws = ((index, rng.choice("+-*")) for index in range(num_train))
+    train = [problem(f"train-{index}", operation, *rng.choice(pools[operation])) for index, operation in draws]
     return train, heldout
 
 
@@ -152,14 +134,9 @@ def group_advantages(rewards: torch.Tensor, scale: str = "std") -> torch.Tensor:
 
 
 def shape_rewards(
-    samples: list[Sample],
-    values: list[float],
-    *,
-    truncated: str,
-    completion_tokens: int,
-    overlong_buffer: int,
-    format_bonus: float,
-) -> tuple[list[float], list[bool]]:
+    samples: list[Sample], values: list[float], *,
+    truncated: str, completion_tokens: int, overlong_buffer: int, format_bonus: float,
+) -> tuple[list[float], list[bool]]:  # fmt: skip
     """(N rewards, N masks): what the flags add to N values, the verdicts' (or those of one's own reward function).
 
     A completion that was cut is scored, zeroed or masked out of the loss; DAPO's soft penalty grows over the last
@@ -263,9 +240,7 @@ def make_segments(
         segment: Segment | None = None
         for index in members:
             sample = samples[index]
-            assert sample.prompt_ids == samples[members[0]].prompt_ids, (
-                f"sample {index} is not of the prompt of its group"
-            )
+            assert sample.prompt_ids == samples[members[0]].prompt_ids, f"sample {index} has another prompt"
             if masked is not None and masked[index]:
                 continue
             if segment is None or segment.num_tokens + len(sample.completion_ids) - 1 > max_tokens:
@@ -299,51 +274,40 @@ def balance(segments: list[Segment], world: int, max_tokens: int) -> list[list[l
 
 def pack(row: list[Segment]) -> Batch:
     """Segments to one row of tensors: the only place where ragged lists become tensors. An empty row gets weight 0."""
-    weight = 1.0 if row else 0.0
-    if not row:
-        row = [Segment([0], [([0], [0.0], 0.0)])]
-    ids: list[int] = []
-    positions: list[int] = []
-    segment_of: list[int] = []
-    completion_of: list[int] = []
-    sources: list[int] = []
-    targets: list[int] = []
-    old_logprobs: list[float] = []
-    advantages: list[float] = []
-    sample_of: list[int] = []
+    ids, positions, segment_of, completion_of = [], [], [], []  # T each
+    sources, targets, logprobs, advantages, sample_of = [], [], [], [], []  # S each
     num_samples = 0
-    for number, segment in enumerate(row):
+    for number, segment in enumerate(row or [Segment([0], [([0], [0.0], 0.0)])]):
         length = len(segment.prompt_ids)
         ids += segment.prompt_ids
         positions += range(length)
         segment_of += [number] * segment.num_tokens
         completion_of += [0] * length
         prompt_end = len(ids) - 1
-        for which, (completion, logprobs, advantage) in enumerate(segment.completions, start=1):
-            assert len(completion) == len(logprobs), (
-                f"a completion of {len(completion)} tokens came with {len(logprobs)} log-probs"
-            )
+        for which, (completion, its_logprobs, advantage) in enumerate(segment.completions, start=1):
+            assert len(its_logprobs) == len(completion), f"{len(its_logprobs)} log-probs of {len(completion)} tokens"
             start = len(ids)
             ids += completion[:-1]
             positions += range(length, length + len(completion) - 1)
             completion_of += [which] * (len(completion) - 1)
             sources += [prompt_end, *range(start, start + len(completion) - 1)]
             targets += completion
-            old_logprobs += logprobs
+            logprobs += its_logprobs
             advantages += [advantage] * len(completion)
             sample_of += [num_samples] * len(completion)
             num_samples += 1
+    sampler_logprobs = torch.tensor(logprobs, dtype=torch.float32)  # (S,)
     return Batch(
         input_ids=torch.tensor([ids]),  # (1, T)
         position_ids=torch.tensor([positions]),  # (1, T)
         layout=torch.tensor([[[segment_of, completion_of, positions]]], dtype=torch.int32),  # (1, 1, 3, T)
         sources=torch.tensor(sources),  # (S,)
         targets=torch.tensor(targets),  # (S,)
-        sampler_logprobs=torch.tensor(old_logprobs, dtype=torch.float32),  # (S,)
-        old_logprobs=torch.tensor(old_logprobs, dtype=torch.float32),  # (S,)
+        sampler_logprobs=sampler_logprobs,
+        old_logprobs=sampler_logprobs,
         advantages=torch.tensor(advantages, dtype=torch.float32),  # (S,)
         samples=torch.tensor(sample_of),  # (S,)
-        weight=weight,
+        weight=1.0 if row else 0.0,
     )
 
 
@@ -383,14 +347,9 @@ def grouped_attention(
             query[0].transpose(0, 1),  # (T, heads, D)
             key[0].transpose(0, 1)[seen],  # (K, kv_heads, D)
             value[0].transpose(0, 1)[seen],  # (K, kv_heads, D)
-            query_ends,
-            key_ends,
-            int(query_ends.diff().max()),
-            int(key_ends.diff().max()),
-            scale=scaling,
-            window_size=(sliding_window - 1 if sliding_window else -1, 0),
-            enable_gqa=True,
-        )  # (T, heads, D)
+            query_ends, key_ends, int(query_ends.diff().max()), int(key_ends.diff().max()),
+            scale=scaling, window_size=(sliding_window - 1 if sliding_window else -1, 0), enable_gqa=True,
+        )  # fmt: skip  # (T, heads, D)
         return output[None], None  # (1, T, heads, D)
     output = BlockAttention.apply(query, key, value, layout, scaling, sliding_window, softcap, s_aux)
     return output.transpose(1, 2), None  # (1, T, heads, D)
@@ -477,12 +436,7 @@ class BlockAttention(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         query, key, value, layout, sinks = ctx.saved_tensors
         scaling, window, softcap = ctx.settings
-        query, key, value, grad = (
-            query[0],
-            key[0],
-            value[0],
-            grad[0],
-        )  # (heads, T, D), (kv_heads, T, D) ×2, (heads, T, D)
+        query, key, value, grad = query[0], key[0], value[0], grad[0]  # (heads, T, D), (kv_heads, T, D) ×2, as query
         grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
         for keys, rows, mask in BlockAttention.blocks(layout, window):
             q = query[:, rows].reshape(len(key), -1, query.shape[-1])  # (kv_heads, group · rows, D)
@@ -515,13 +469,12 @@ class TokenLogprobs(torch.autograd.Function):
         multiplier: float,
         softcap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        num_tokens = targets.shape[0]
         # fp32 logits of a chunk: 128 MB on a GPU, to keep its matmul busy; 8 MB on a CPU, to stay in the cache.
         chunk = max(16, (2**25 if hidden.is_cuda else 2**21) // weight.shape[0])
-        logprobs = hidden.new_empty(num_tokens, dtype=torch.float32)  # (S,)
-        entropy = hidden.new_empty(num_tokens, dtype=torch.float32)  # (S,)
+        logprobs = hidden.new_empty(len(targets), dtype=torch.float32)  # (S,)
+        entropy = hidden.new_empty(len(targets), dtype=torch.float32)  # (S,)
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None  # (S, H)
-        for start in range(0, num_tokens, chunk):
+        for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
             logits = F.linear(hidden[part], weight, bias).float()  # (chunk, V)
             slope: Any = multiplier / temperature
@@ -604,7 +557,7 @@ def adapter_off(policy: nn.Module) -> Any:
 def annotate(
     policy: nn.Module, batches: list[Batch], temperature: float, old_logprobs: str, correction: str, reference: bool
 ) -> None:
-    """Extra forwards that some settings need, before the first update: the trainer's own log-probs as the ratio's
+    """Extra forwards that some settings need (else none), before the first update: the trainer's own log-probs as the ratio's
     denominator with importance weights against the sampler's, and those of the base, which is the policy with its adapter
     switched off. Collective: every rank must call with equally many batches.
     """
@@ -623,15 +576,9 @@ def annotate(
 
 
 def parity_probe(
-    engine: Any,
-    policy: nn.Module,
-    adapter: dict[str, torch.Tensor],
-    prompts: list[list[int]],
-    *,
-    push: Any,
-    max_tokens: int,
-    max_gap: float,
-) -> dict[str, tuple[float, float]]:
+    engine: Any, policy: nn.Module, adapter: dict[str, torch.Tensor], prompts: list[list[int]], *,
+    push: Any, max_tokens: int, max_gap: float,
+) -> dict[str, tuple[float, float]]:  # fmt: skip
     """Per kind of adapted module: mean |Δlogp| between engine and trainer with that kind's adapter made large at random,
     and what the trainer thinks of the same samples without it. {kind: (with, without)}. Collective.
 
@@ -639,26 +586,23 @@ def parity_probe(
     programs (TRL 5312, unsloth-zoo 942 and 1250, vLLM 41754): then the engine's samples fit the trainer's base as well as
     its adapted policy. `push(tensors)` hands an adapter to the engine. Raises UserError naming the kind.
     """
-    generator = torch.Generator().manual_seed(0)
-    results = {}
+    generator, device, results = torch.Generator().manual_seed(0), next(policy.parameters()).device, {}
     for kind in sorted({name.split(".")[-3] for name in adapter}):
         noise = {n: torch.randn(t.shape, generator=generator) for n, t in adapter.items() if n.split(".")[-3] == kind}
         for size in (0.1, 0.4, 1.6):  # larger until it shows: how much a module matters differs from model to model
             perturbed = {n: size * noise[n] if n in noise and "lora_B" in n else t for n, t in adapter.items()}
             with awake(engine):
                 push(perturbed)
-                samples = generate(
-                    engine, prompts, list(range(len(prompts))), max_tokens=max_tokens, temperature=1.0, use_adapter=True
-                )
-            batch = pack([Segment(s.prompt_ids, [(s.completion_ids, s.logprobs, 1.0)]) for s in samples])
-            batch = batch.to(next(policy.parameters()).device)
+                seeds = list(range(len(prompts)))
+                samples = generate(engine, prompts, seeds, max_tokens=max_tokens, temperature=1.0, use_adapter=True)
+            batch = pack([Segment(s.prompt_ids, [(s.completion_ids, s.logprobs, 1.0)]) for s in samples]).to(device)
             gaps = []
             for tensors in (perturbed, adapter):
                 model_nvfp4.load_lora_state_dict(policy, tensors)
                 with torch.no_grad():
                     logprobs, _ = token_logprobs(policy, batch, 1.0)  # (S,)
                 gaps.append(gap_stats(logprobs, batch.sampler_logprobs)["gap"].item() / len(logprobs))
-            shared = torch.tensor(gaps)
+            shared = torch.tensor(gaps)  # (2,)
             dist.all_reduce(shared, op=dist.ReduceOp.MAX)  # a rounding must not send the ranks different ways
             results[kind] = used, without = shared.tolist()
             if used > max_gap or without > 3 * used:
@@ -683,6 +627,7 @@ LOSSES = {  # name: (ratio per "token" or "sequence", average over "tokens" or a
     "gspo": ("sequence", "tokens", False),  # Zheng et al. 2025: one ratio a completion, its tokens' geometric mean
     "cispo": ("token", "tokens", False),  # MiniMax-M1 2025: the clipped ratio is a weight, no token loses its gradient
 }
+GAP_BINS = torch.logspace(-6, 2, 161)  # twenty to a decade: a percentile is right to 6 %
 
 
 def per_sample(values: torch.Tensor, samples: torch.Tensor, reduce: str) -> torch.Tensor:
@@ -780,23 +725,13 @@ def gap_stats(trainer_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor) ->
     }
 
 
-GAP_BINS = torch.logspace(-6, 2, 161)  # twenty to a decade: a percentile is right to 6 %
-
-
 def reduce_stats(stats: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Sums over micro-batches and ranks, maxima for names in …_max. Collective: every rank must call, with the same keys."""
     reduced = {}
     for name in stats[0]:
-        stacked = torch.stack([s[name].double().cpu() for s in stats])  # (rows, …)
-        reduced[name] = stacked.amax(0) if name.endswith("_max") else stacked.sum(0)
-    for operation, chosen in (
-        (dist.ReduceOp.MAX, [n for n in reduced if n.endswith("_max")]),
-        (dist.ReduceOp.SUM, [n for n in reduced if not n.endswith("_max")]),
-    ):
-        flat = torch.cat([reduced[name].reshape(-1) for name in chosen])
-        dist.all_reduce(flat, op=operation)
-        for name, part in zip(chosen, flat.split([reduced[name].numel() for name in chosen])):
-            reduced[name] = part.view(reduced[name].shape)
+        stacked, is_max = torch.stack([s[name].double().cpu() for s in stats]), name.endswith("_max")  # (rows, …)
+        reduced[name] = stacked.amax(0) if is_max else stacked.sum(0)
+        dist.all_reduce(reduced[name], op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM)
     return reduced
 
 
@@ -809,37 +744,18 @@ def percentile(histogram: torch.Tensor, share: float) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The run folder: config, metrics, samples, checkpoints, curves
-
-# Flags that may change when a run goes on; any other difference is refused.
-FREE_FLAGS = {
-    "steps", "keep", "save_every", "eval_every", "run_name", "runs_dir", "resume", "timeout", "dry_run", "print_every",
-    "gpu_memory_utilization", "sleep", "max_tokens", "activation_checkpointing", "no_probe",
-}  # fmt: skip
-
-
-def latest_checkpoint(run_dir: Path) -> Path | None:
-    """The newest complete checkpoint: a folder is renamed to its final name only when everything in it is on disk."""
-    found = sorted((run_dir / "checkpoint").glob("step-*"))
-    return found[-1] if found else None
+# Checkpoints; the rest of the run folder is in report.py
 
 
 def save_checkpoint(
-    run_dir: Path,
-    step: int,
-    adapter: dict[str, torch.Tensor],
-    optimizer_state: dict[str, torch.Tensor],
-    adapter_config: dict[str, Any],
-    keep: int,
-) -> None:
+    run_dir: Path, step: int, adapter: dict[str, torch.Tensor], optimizer_state: dict[str, torch.Tensor],
+    adapter_config: dict[str, Any], keep: int,
+) -> None:  # fmt: skip
     """Rank 0 writes `checkpoint/step-NNNNNN`: a PEFT folder plus optimizer state, complete or not there at all.
 
     Everything is written under a temporary name, flushed to disk, then renamed; older ones beyond `keep` go last. All
     tensors are full (not sharded), so any number of ranks can go on from it. Raises UserError when the disk is full.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     folder = run_dir / "checkpoint"
     temporary, final = folder / ".writing", folder / f"step-{step:06d}"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -854,13 +770,12 @@ def save_checkpoint(
             os.close(descriptor)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        last = latest_checkpoint(run_dir)
+        last = report.latest_checkpoint(run_dir)
         raise UserError(
             f"could not write the checkpoint of step {step} to {folder} ({error}); free some space and start the same command "
             f"again: it goes on from {last.name if last else 'the beginning'}."
         ) from error
-    if final.exists():
-        shutil.rmtree(final)
+    shutil.rmtree(final, ignore_errors=True)
     os.rename(temporary, final)
     for old in sorted(folder.glob("step-*"))[: -(keep + 1)]:
         shutil.rmtree(old, ignore_errors=True)
@@ -876,139 +791,37 @@ def optimizer_tensors(policy: nn.Module, optimizer: torch.optim.Optimizer) -> di
     return tensors
 
 
-def load_optimizer_tensors(
-    policy: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]
-) -> None:
+def load_optimizer_tensors(policy: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Any]) -> None:
     """The inverse: each rank keeps its shard of the full tensors."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
     for name, parameter in policy.named_parameters():
-        state = {}
-        for key in ("step", "exp_avg", "exp_avg_sq"):
-            if f"{name}|{key}" not in tensors:
-                continue
+        for key in [k for k in ("step", "exp_avg", "exp_avg_sq") if f"{name}|{k}" in tensors]:
             # A copy: the file stays mapped as long as one of its tensors lives, and NFS cannot delete a mapped file.
             full = tensors[f"{name}|{key}"].to(parameter.device, copy=True)
             if key != "step" and isinstance(parameter, DTensor):
                 full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            state[key] = full
-        if state:
-            optimizer.state[parameter] = state
-
-
-def handover_folder(run_dir: Path, rank: int, adapter: dict[str, torch.Tensor]) -> Path:
-    """Where the adapter passes to this rank's engine: in memory, unless that is too small (64 MB in many containers).
-
-    One folder per rank, so that no shared disk is in the loop; the same after a kill -9, so that none is left behind.
-    """
-    needed = sum(t.numel() * t.element_size() for t in adapter.values()) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    memory = Path("/dev/shm")
-    roomy = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 2 * needed
-    name = f"adapter-{os.getuid()}-{zlib.crc32(str(run_dir.resolve()).encode()):08x}-{rank}"
-    return (memory if roomy else Path(tempfile.gettempdir())) / name
-
-
-def lock_run(run_dir: Path, patience: float = 0.0) -> Any:
-    """One writer per run folder. Returns the open file that holds the lock; the kernel lets go when the process ends.
-
-    `patience` in seconds: after a restart the writer before may need a moment to die (a GPU's memory is unmapped first).
-    """
-    file = open(run_dir / ".lock", "w")  # noqa: SIM115
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return file
-        except BlockingIOError as error:
-            if time.monotonic() >= deadline:
-                raise UserError(
-                    f"another process is training in {run_dir}; stop it, or use another --run-name."
-                ) from error
-        time.sleep(0.1)
-
-
-def job_id() -> str | None:
-    """torchrun's name for this job, the same on all nodes and after its restarts; None where it has none ("none")."""
-    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    return None if name == "none" else name
-
-
-def open_run(args: argparse.Namespace) -> tuple[Path, Path | None]:
-    """The run's folder and the checkpoint to go on from. Reads only; raises UserError before anything is touched."""
-    run_dir = Path(args.runs_dir) / args.run_name
-    config_path = run_dir / "config.json"
-    existing = next(path for path in [run_dir, *run_dir.absolute().parents] if os.path.exists(path))
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(
-            f"{existing} on {socket.gethostname()} is not a folder one can write to, so {run_dir} cannot hold the run; mend its "
-            f"permissions or choose another --runs-dir."
-        )
-    saved = json.loads(config_path.read_text()) if config_path.exists() else {}
-    # `--resume never` and `--resume PATH` are for the first start; torchrun's restarts go on. It counts restarts on the node
-    # that failed, not on those that start again with it: they know the job by its name.
-    restarted = bool(saved) and (
-        os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-        or (job_id() is not None and job_id() == saved.get("job"))
-    )
-    if args.resume not in ("auto", "never"):
-        checkpoint = Path(args.resume)
-        if restarted:
-            return run_dir, latest_checkpoint(run_dir) or checkpoint
-        if not (checkpoint / "state.json").exists():
-            raise UserError(
-                f"--resume {checkpoint} is no checkpoint: it has no state.json (expected runs/NAME/checkpoint/step-…)."
-            )
-        if config_path.exists():
-            raise UserError(f"{run_dir} exists; --resume PATH starts a new run, so give it another --run-name.")
-        return run_dir, checkpoint
-    if not saved:
-        return run_dir, None
-    if args.resume == "never" and not restarted:
-        raise UserError(f"{run_dir} exists and --resume never forbids going on; choose another --run-name.")
-    then, now = saved["flags"], json.loads(json.dumps(vars(args)))
-    differing = sorted(k for k in now.keys() | then.keys() if k not in FREE_FLAGS and now.get(k) != then.get(k))
-    if differing:
-        told = ", ".join(f"--{k.replace('_', '-')} {then.get(k)} then, {now.get(k)} now" for k in differing)
-        raise UserError(f"{run_dir} was made with other flags ({told}); use those or another --run-name.")
-    return run_dir, latest_checkpoint(run_dir)
+            optimizer.state[parameter][key] = full
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Faults: a rank that dies, hangs or drifts away ends the job, and what happened first is what one reads last
 
 
-def dump_stacks(run_dir: Path, rank: int) -> None:
-    """From now on this rank writes its stack to `stacks/rank-N.txt` when it crashes or is told to stop.
-
-    torchrun sends SIGTERM to all other ranks as soon as it sees one fail, so the ranks that hung or waited are shown where
-    they were. Raises UserError when this rank cannot write to the run folder.
-    """
-    path = run_dir / "stacks" / f"rank-{rank}.txt"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # never closed: a crash may come at the very end
-    except OSError as error:
-        raise UserError(
-            f"rank {rank} on {socket.gethostname()} cannot write to {run_dir} ({error.strerror}); mend its permissions or choose "
-            f"another --runs-dir."
-        ) from error
-    global stacks_path
-    stacks_path = path
-    os.write(file, f"--- {time.strftime('%F %T')}, {socket.gethostname()}, process {os.getpid()}\n".encode())
-    faulthandler.enable(file)
-    faulthandler.register(signal.SIGTERM, file, chain=True)
-
-
-def join_ranks(backend: str, timeout: timedelta) -> None:
-    """`init_process_group`, also after a restart. Collective.
+def join_ranks(timeout: timedelta) -> None:
+    """`init_process_group`, also after a restart; plain `python train_grpo.py` is a job of one rank. Collective.
 
     torch 2.13's agent keeps one store for all restarts, and in it the addresses of processes that are dead ("Connection
     refused"), so each attempt gets a name space of its own. Nodes count restarts apart: with several of them, start torchrun
     under TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which makes a new store each time.
     """
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    os.environ |= alone | dict(os.environ)
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = dist.PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
@@ -1017,25 +830,20 @@ def check_ranks_agree(view: dict[str, Any]) -> None:
     would end in a hang or, worse, in a policy trained on two things. Warns of clocks that differ. Collective.
     """
     dist.barrier()
-    mine = view | {"host": socket.gethostname(), "clock": time.time()}
     views: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(views, mine)
+    dist.all_gather_object(views, view | {"host": socket.gethostname(), "clock": time.time()})
+    first = views[0]
     for rank, other in enumerate(views):
-        for name in view:
-            if other[name] != views[0][name]:
-                raise UserError(
-                    f"{name}: {views[0][name]} on rank 0 ({views[0]['host']}), but {other[name]} on rank {rank} ({other['host']}); "
-                    f"start all nodes with the same flags, and keep model, data and --runs-dir where all nodes see the same files."
-                )
-    ahead = max(views, key=lambda v: v["clock"])
-    behind = min(views, key=lambda v: v["clock"])
+        for name in [name for name in view if other[name] != first[name]]:
+            raise UserError(
+                f"{name}: {first[name]} on rank 0 ({first['host']}), but {other[name]} on rank {rank} ({other['host']}); start all "
+                f"nodes with the same flags, and keep model, data and --runs-dir where all nodes see the same files."
+            )
+    ahead, behind = max(views, key=lambda v: v["clock"]), min(views, key=lambda v: v["clock"])
     apart = ahead["clock"] - behind["clock"]
     if apart > 5 and dist.get_rank() == 0:  # torchrun's rendezvous drops a node whose heartbeat seems 15 s old
-        print(
-            f"warning: the clock of {ahead['host']} is {apart:.0f} s ahead of that of {behind['host']}; torchrun may take a node "
-            f"for dead, so synchronise them (chrony, ntpd).",
-            file=sys.stderr,
-        )
+        warning = f"the clock of {ahead['host']} is {apart:.0f} s ahead of that of {behind['host']}; torchrun may take"
+        print(f"warning: {warning} a node for dead, so synchronise them (chrony, ntpd).", file=sys.stderr)
 
 
 def check_same_adapter(adapter: dict[str, torch.Tensor], step: int) -> int:
@@ -1057,232 +865,94 @@ def check_same_adapter(adapter: dict[str, torch.Tensor], step: int) -> int:
     return checksum
 
 
-# The file this rank's stack goes to; set by dump_stacks, for report_failure.
-stacks_path: Path | None = None
-
-
-def report_failure(error: Exception, seconds_for_the_first: float = 5.0) -> int:
-    """Say what ended this rank so that the first cause is read last; the exit code is 2 for a user's mistake, else 1.
-
-    torchrun's report ends with the error file of the rank that it saw fail first, so the sentence goes there. A rank that
-    merely lost a peer in a collective waits: torchrun then has the time to see the real one and to end this one unheard.
-    """
-    rank, host = int(os.environ.get("RANK", 0)), socket.gethostname()
-    told, stack = " ".join(str(error).split()), "".join(traceback.format_exception(error))
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE)
-    full = full or "(os error 28)" in told  # safetensors' words for ENOSPC
-    if stacks_path and not full:
-        with open(stacks_path, "a") as file:
-            file.write(stack)
-    if isinstance(error, UserError):
-        sentence = told
-    elif full:
-        sentence = (
-            f"rank {rank} on {host} could not write ({told}); free some space or mend the disk, then start the same command again: "
-            f"it goes on from the last checkpoint."
-        )
-    elif isinstance(error, dist.DistError) or "gloo" in told:
-        time.sleep(seconds_for_the_first)
-        sentence = (
-            f"rank {rank} on {host} lost another rank, which died, hung or never came ({told}); stacks/ in the run folder shows "
-            f"where each rank was."
-        )
-    else:
-        print(stack, file=sys.stderr)
-        sentence = f"rank {rank} on {host} failed: {type(error).__name__}: {told}"
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not error_file or rank == 0 or not isinstance(error, UserError):  # all ranks see a wrong flag, one tells it
-        print(f"error: {sentence}", file=sys.stderr, flush=True)
-    if error_file:
-        Path(error_file).write_text(json.dumps({"message": sentence, "timestamp": int(time.time())}))
-    return 2 if full or isinstance(error, UserError) else 1
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Flags and checks
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    formatter = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(
         description="GRPO with LoRA on a frozen NVFP4 checkpoint. Run under torchrun, one rank per GPU (or on a CPU).",
-        formatter_class=lambda prog: formatter(prog, max_help_position=32, width=110),
+        formatter_class=lambda prog: argparse.ArgumentDefaultsHelpFormatter(prog, max_help_position=32, width=110),
     )
+    # fmt: off
+    add = parser.add_argument_group("model").add_argument
+    add("--model", required=True, help="folder of an NVFP4 checkpoint; `python model_nvfp4.py quantize` makes one")
+    add("--lora-rank", type=int, default=16, help="more learns more per step, costs memory and adapter traffic")
+    add("--lora-alpha", type=int, default=32, help="the adapter counts alpha / rank; scale it with the rank")
+    add("--lora-targets", default="all-linear", help="comma-separated module names, or all-linear")
 
-    group = parser.add_argument_group("model")
-    group.add_argument(
-        "--model", required=True, help="folder of an NVFP4 checkpoint; `python model_nvfp4.py quantize` makes one"
-    )
-    group.add_argument(
-        "--lora-rank", type=int, default=16, help="more learns more per step, costs memory and adapter traffic"
-    )
-    group.add_argument(
-        "--lora-alpha", type=int, default=32, help="the adapter counts alpha / rank; scale it with the rank"
-    )
-    group.add_argument("--lora-targets", default="all-linear", help="comma-separated module names, or all-linear")
+    add = parser.add_argument_group("problems").add_argument
+    add("--dataset", default="arithmetic", help="arithmetic (made here), a JSONL file, or a Hub name")
+    add("--prompt-key", default="problem", help="field of a row with the question")
+    add("--answer-key", default="answer", help="field of a row with the reference answer")
+    add("--prompt-template", default="{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}.",
+        help="the user message; {problem} is replaced")
+    add("--heldout", type=int, default=64, help="problems kept from training for evaluation; 0 for none")
+    add("--heldout-samples", type=int, default=8, help="samples per held-out problem; more is surer and slower")
+    add("--eval-every", type=int, default=0, help="steps between evaluations; 0 for before and after only")
+    add("--eval-benchmark", help="judge by this instead of held-out problems: aime2024, …, or a JSONL file")
+    add("--data-dir", help="folder with NAME.jsonl of the benchmarks, instead of the Hub")
+    add("--eval-tokens", type=int, help="longest completion when judged; default as in training")
+    add("--eval-temperature", type=float, help="0.6 is usual for AIME; default as in training")
+    add("--eval-top-p", type=float, default=1.0, help="0.95 is usual for AIME")
 
-    group = parser.add_argument_group("problems")
-    group.add_argument("--dataset", default="arithmetic", help="arithmetic (made here), a JSONL file, or a Hub name")
-    group.add_argument("--prompt-key", default="problem", help="field of a row with the question")
-    group.add_argument("--answer-key", default="answer", help="field of a row with the reference answer")
-    group.add_argument(
-        "--prompt-template",
-        default="{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}.",
-        help="the user message; {problem} is replaced",
-    )
-    group.add_argument("--heldout", type=int, default=64, help="problems kept from training for evaluation; 0 for none")
-    group.add_argument(
-        "--heldout-samples", type=int, default=8, help="samples per held-out problem; more is surer and slower"
-    )
-    group.add_argument(
-        "--eval-every", type=int, default=0, help="steps between evaluations; 0 for before and after only"
-    )
-    group.add_argument(
-        "--eval-benchmark",
-        default=None,
-        help="judge by this instead of held-out problems: aime2024, …, or a JSONL file",
-    )
-    group.add_argument("--data-dir", default=None, help="folder with NAME.jsonl of the benchmarks, instead of the Hub")
-    group.add_argument(
-        "--eval-tokens", type=int, default=None, help="longest completion when judged; default as in training"
-    )
-    group.add_argument(
-        "--eval-temperature", type=float, default=None, help="0.6 is usual for AIME; default as in training"
-    )
-    group.add_argument("--eval-top-p", type=float, default=1.0, help="0.95 is usual for AIME")
+    add = parser.add_argument_group("rollouts").add_argument
+    add("--prompts", type=int, default=16, help="prompts a step, over all ranks; more is steadier and slower")
+    add("--group-size", type=int, default=8, help="samples per prompt; more gives hard problems a chance")
+    add("--completion-tokens", type=int, default=40, help="longest completion; longer ones are cut (and wrong)")
+    add("--temperature", type=float, default=1.0, help="of sampling and of training; below 1 explores less")
+    add("--tp", type=int, default=1, help="consecutive ranks that share one engine; for models too big for one GPU")
+    add("--sleep", choices=["level1", "kv", "off"], default="level1",
+        help="what the engine hands over while training: weights and KV cache, the KV cache, nothing (GPU only)")
+    add("--gpu-memory-utilization", type=float, default=0.85, help="share of a GPU that vLLM may use while awake")
+    add("--engine-args", type=json.loads, default={},
+        help="JSON of any arguments of vllm.LLM, such as drafts or backends; they win over ours, unchecked")
+    add("--engine-w4a4", action="store_true",
+        help="a W4A4 checkpoint rounds activations too (Blackwell): faster, far from the trainer; wants --old-logprobs trainer")
+    add("--stop", nargs="+", help="strings that end a completion; costs detokenizing on the way")
+    add("--chat-template-kwargs", type=json.loads, default={},
+        help="JSON for the chat template, such as '{\"enable_thinking\": false}'; thinking asks for more --completion-tokens")
 
-    group = parser.add_argument_group("rollouts")
-    group.add_argument(
-        "--prompts", type=int, default=16, help="prompts a step, over all ranks; more is steadier and slower"
-    )
-    group.add_argument(
-        "--group-size", type=int, default=8, help="samples per prompt; more gives hard problems a chance"
-    )
-    group.add_argument(
-        "--completion-tokens", type=int, default=40, help="longest completion; longer ones are cut (and wrong)"
-    )
-    group.add_argument(
-        "--temperature", type=float, default=1.0, help="of sampling and of training; below 1 explores less"
-    )
-    group.add_argument(
-        "--tp", type=int, default=1, help="consecutive ranks that share one engine; for models too big for one GPU"
-    )
-    group.add_argument(
-        "--sleep",
-        choices=["level1", "kv", "off"],
-        default="level1",
-        help="what the engine hands over while training: weights and KV cache, the KV cache, nothing (GPU only)",
-    )
-    group.add_argument(
-        "--gpu-memory-utilization", type=float, default=0.85, help="share of a GPU that vLLM may use while awake"
-    )
-    group.add_argument(
-        "--engine-args",
-        type=json.loads,
-        default={},
-        help="JSON of any arguments of vllm.LLM, such as drafts or backends; they win over ours, unchecked",
-    )
-    group.add_argument(
-        "--engine-w4a4",
-        action="store_true",
-        help="a W4A4 checkpoint rounds activations too (Blackwell): faster, far from the trainer; wants --old-logprobs trainer",
-    )
-    group.add_argument(
-        "--stop", nargs="+", default=None, help="strings that end a completion; costs detokenizing on the way"
-    )
-    group.add_argument(
-        "--chat-template-kwargs",
-        type=json.loads,
-        default={},
-        help="JSON for the chat template, such as '{\"enable_thinking\": false}'; thinking asks for more --completion-tokens",
-    )
+    add = parser.add_argument_group("algorithm").add_argument
+    add("--refill", type=int, default=0,
+        help="DAPO's dynamic sampling: rounds of rollouts that may replace groups without spread; a fuller, slower step")
+    add("--loss", choices=list(LOSSES), default="dapo", help="see LOSSES and policy_loss")
+    add("--advantage-scale", choices=["std", "none", "loo"], default="std", help="see group_advantages")
+    add("--clip-low", type=float, default=0.2, help="how far a ratio may fall before its gradient stops")
+    add("--clip-high", type=float, default=0.28, help="how far it may rise; wider keeps entropy up (DAPO)")
+    add("--dual-clip", type=float, help="bound on the loss of bad samples, such as 3 (off)")
+    add("--truncated", choices=["score", "zero", "mask"], default="score", help="what a cut completion earns")
+    add("--overlong-buffer", type=int, default=0, help="DAPO: penalise the last tokens before the limit (off)")
+    add("--format-bonus", type=float, default=0.0, help="paid for any readable box; invites boxing guesses")
+    add("--reward", help="path.py:function(completion, reference) -> float instead of reward.py")
+    add("--kl-coef", type=float, default=0.0, help="pull towards the base; costs one more forward")
+    add("--old-logprobs", choices=["sampler", "trainer"], default="sampler",
+        help="the ratio's denominator; trainer costs a forward, for several --minibatches or an engine far off")
+    add("--correction", choices=["tis", "icepop"], default="tis", help="with trainer: cap at 2, or drop outside .5 to 2")
+    add("--no-probe", action="store_true", help="skip the start-up check that the engine uses the adapter")
+    add("--max-logprob-gap", type=float, default=0.1, help="stop when trainer and engine differ by more (mean nats per token)")
 
-    group = parser.add_argument_group("algorithm")
-    group.add_argument(
-        "--refill",
-        type=int,
-        default=0,
-        help="DAPO's dynamic sampling: rounds of rollouts that may replace groups without spread; a fuller, slower step",
-    )
-    group.add_argument("--loss", choices=list(LOSSES), default="dapo", help="see LOSSES and policy_loss")
-    group.add_argument("--advantage-scale", choices=["std", "none", "loo"], default="std", help="see group_advantages")
-    group.add_argument("--clip-low", type=float, default=0.2, help="how far a ratio may fall before its gradient stops")
-    group.add_argument(
-        "--clip-high", type=float, default=0.28, help="how far it may rise; wider keeps entropy up (DAPO)"
-    )
-    group.add_argument(
-        "--dual-clip", type=float, default=None, help="bound on the loss of bad samples, such as 3 (off)"
-    )
-    group.add_argument(
-        "--truncated", choices=["score", "zero", "mask"], default="score", help="what a cut completion earns"
-    )
-    group.add_argument(
-        "--overlong-buffer", type=int, default=0, help="DAPO: penalise the last tokens before the limit (off)"
-    )
-    group.add_argument(
-        "--format-bonus", type=float, default=0.0, help="paid for any readable box; invites boxing guesses"
-    )
-    group.add_argument(
-        "--reward", default=None, help="path.py:function(completion, reference) -> float instead of reward.py"
-    )
-    group.add_argument("--kl-coef", type=float, default=0.0, help="pull towards the base; costs one more forward")
-    group.add_argument(
-        "--old-logprobs",
-        choices=["sampler", "trainer"],
-        default="sampler",
-        help="the ratio's denominator; trainer costs a forward, for several --minibatches or an engine far off",
-    )
-    group.add_argument(
-        "--correction", choices=["tis", "icepop"], default="tis", help="with trainer: cap at 2, or drop outside .5 to 2"
-    )
-    group.add_argument(
-        "--no-probe", action="store_true", help="skip the start-up check that the engine uses the adapter"
-    )
-    group.add_argument(
-        "--max-logprob-gap",
-        type=float,
-        default=0.1,
-        help="stop when trainer and engine differ by more (mean nats per token)",
-    )
+    add = parser.add_argument_group("optimisation").add_argument
+    add("--steps", type=int, default=24, help="optimizer steps, one per rollout")
+    add("--lr", type=float, default=5e-4, help="of AdamW after warm-up; LoRA wants about ten times a full model's")
+    add("--warmup", type=int, default=0, help="steps of linear warm-up")
+    add("--schedule", choices=["constant", "cosine"], default="constant", help="cosine falls to a tenth")
+    add("--minibatches", type=int, default=1, help="optimizer steps per rollout; more reuses samples longer")
+    add("--max-grad-norm", type=float, default=1.0, help="gradients above are scaled down to it")
+    add("--max-tokens", type=int, default=8192, help="tokens of a micro-batch; reduce it when memory runs out")
+    add("--activation-checkpointing", action="store_true", help="recompute each layer in backward: less memory, a third slower")
 
-    group = parser.add_argument_group("optimisation")
-    group.add_argument("--steps", type=int, default=24, help="optimizer steps, one per rollout")
-    group.add_argument(
-        "--lr", type=float, default=5e-4, help="of AdamW after warm-up; LoRA wants about ten times a full model's"
-    )
-    group.add_argument("--warmup", type=int, default=0, help="steps of linear warm-up")
-    group.add_argument("--schedule", choices=["constant", "cosine"], default="constant", help="cosine falls to a tenth")
-    group.add_argument(
-        "--minibatches", type=int, default=1, help="optimizer steps per rollout; more reuses samples longer"
-    )
-    group.add_argument("--max-grad-norm", type=float, default=1.0, help="gradients above are scaled down to it")
-    group.add_argument(
-        "--max-tokens", type=int, default=8192, help="tokens of a micro-batch; reduce it when memory runs out"
-    )
-    group.add_argument(
-        "--activation-checkpointing",
-        action="store_true",
-        help="recompute each layer in backward: less memory, a third slower",
-    )
-
-    group = parser.add_argument_group("run")
-    group.add_argument("--run-name", default=None, help="folder under --runs-dir; default from dataset and seed")
-    group.add_argument("--runs-dir", default="runs", help="where run folders go")
-    group.add_argument("--seed", type=int, default=0, help="of problems, sampling and adapter; same seed, same run")
-    group.add_argument("--resume", default="auto", help="auto (go on if the run exists), never, or a checkpoint folder")
-    group.add_argument("--save-every", type=int, default=1, help="steps between checkpoints; what a crash can cost")
-    group.add_argument("--keep", type=int, default=0, help="older checkpoints to keep beside the latest")
-    group.add_argument("--print-every", type=int, default=5, help="steps between printed completions")
-    group.add_argument(
-        "--timeout",
-        type=float,
-        default=30,
-        help="minutes until a stuck collective ends the run; a whole step may take twice that",
-    )
-    group.add_argument(
-        "--dry-run", action="store_true", help="check flags, model and data, print what would run, and stop"
-    )
-
+    add = parser.add_argument_group("run").add_argument
+    add("--run-name", help="folder under --runs-dir; default from dataset and seed")
+    add("--runs-dir", default="runs", help="where run folders go")
+    add("--seed", type=int, default=0, help="of problems, sampling and adapter; same seed, same run")
+    add("--resume", default="auto", help="auto (go on if the run exists), never, or a checkpoint folder")
+    add("--save-every", type=int, default=1, help="steps between checkpoints; what a crash can cost")
+    add("--keep", type=int, default=0, help="older checkpoints to keep beside the latest")
+    add("--print-every", type=int, default=5, help="steps between printed completions")
+    add("--timeout", type=float, default=30, help="minutes until a stuck collective ends the run; a whole step may take twice that")
+    add("--dry-run", action="store_true", help="check flags, model and data, print what would run, and stop")
+    # fmt: on
     args = parser.parse_args(argv)
     if args.run_name is None:
         args.run_name = f"{Path(args.dataset).stem}-seed{args.seed}"
@@ -1291,51 +961,59 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def check_flags(args: argparse.Namespace, world: int) -> None:
     """Raises UserError for values that cannot work, with the nearest ones that do."""
-    if args.group_size < 2:
-        raise UserError(
-            f"--group-size {args.group_size}: GRPO compares the samples of a group; use 2 or more (8 is usual)."
-        )
     least = dict.fromkeys(("prompts", "completion_tokens", "max_tokens", "steps", "lora_rank", "save_every"), 1)
     least |= dict.fromkeys(("heldout_samples", "tp", "minibatches", "print_every"), 1)
     least |= dict.fromkeys(("keep", "heldout", "warmup", "kl_coef", "refill", "eval_every", "overlong_buffer"), 0)
     for flag, bound in least.items():
         if getattr(args, flag) < bound:
             raise UserError(f"--{flag.replace('_', '-')} {getattr(args, flag)} must be at least {bound}.")
-    if args.temperature <= 0:
-        raise UserError(
-            f"--temperature {args.temperature}: all samples of a group would be equal; use a value above 0, such as 1."
-        )
-    if args.lora_rank > max(rollout.LORA_RANKS):
-        raise UserError(
-            f"--lora-rank {args.lora_rank} is above the largest that vLLM serves, {max(rollout.LORA_RANKS)}."
-        )
-    if world % args.tp:
-        raise UserError(f"--tp {args.tp} does not divide the {world} ranks; use a divisor of {world}.")
-    if args.engine_w4a4 and args.old_logprobs != "trainer":
-        raise UserError(
-            "--engine-w4a4 samples from a rounder model than the one trained; add --old-logprobs trainer (importance weights "
-            "bridge the two) and raise --max-logprob-gap to about 0.4."
-        )
-    replicas = world // args.tp
-    if args.prompts % replicas:
-        below, above = args.prompts // replicas * replicas, -(-args.prompts // replicas) * replicas
-        nearest = f"{below} or {above}" if below else f"{above}"
-        raise UserError(
-            f"--prompts {args.prompts} does not divide over {replicas} engines; the nearest that do: {nearest}."
-        )
+    replicas, largest = max(1, world // args.tp), max(rollout.LORA_RANKS)
+    below, above = args.prompts // replicas * replicas, -(-args.prompts // replicas) * replicas
+    nearest = f"{below} or {above}" if below else f"{above}"
+    # fmt: off
+    for wrong, sentence in [
+        (args.group_size < 2, f"--group-size {args.group_size}: GRPO compares the samples of a group; use 2 or more (8 is usual)."),
+        (args.temperature <= 0,
+         f"--temperature {args.temperature}: all samples of a group would be equal; use a value above 0, such as 1."),
+        (args.lora_rank > largest, f"--lora-rank {args.lora_rank} is above the largest that vLLM serves, {largest}."),
+        (world % args.tp, f"--tp {args.tp} does not divide the {world} ranks; use a divisor of {world}."),
+        (args.engine_w4a4 and args.old_logprobs != "trainer",
+         "--engine-w4a4 samples from a rounder model than the one trained; add --old-logprobs trainer (importance weights "
+         "bridge the two) and raise --max-logprob-gap to about 0.4."),
+        (args.prompts % replicas,
+         f"--prompts {args.prompts} does not divide over {replicas} engines; the nearest that do: {nearest}."),
+    ]:
+        if wrong:
+            raise UserError(sentence)
+    # fmt: on
 
 
 def check_references(problems: list[Problem], reward: str | None) -> None:
     """An answer that the checker cannot read could never be earned: a mistake in the data, told before training."""
-    if reward:
-        return  # one's own reward function reads its references itself
-    rows = grader.unreadable_references([problem.answer for problem in problems])
+    # One's own reward function reads its references itself.
+    rows = [] if reward else grader.unreadable_references([problem.answer for problem in problems])
     if rows:
         first = problems[rows[0]]
         raise UserError(
             f"{len(rows)} reference answers cannot be read, the first of problem {first.id}: {first.answer[:60]!r}; drop these "
             f"rows, or grade them yourself with --reward path.py:function."
         )
+
+
+def longest_context(model_dir: str, prompt_ids: dict[str, list[int]], room: dict[str, int]) -> int:
+    """Tokens of the longest prompt with the `room` for its completion, both by problem text; UserError if the model has fewer."""
+    from transformers import AutoConfig
+
+    longest = max(room, key=lambda text: len(prompt_ids[text]) + room[text])
+    context = len(prompt_ids[longest]) + room[longest]
+    model_context = AutoConfig.from_pretrained(model_dir).get_text_config().max_position_embeddings
+    if context > model_context:
+        raise UserError(
+            f"the longest prompt has {len(prompt_ids[longest])} tokens ({longest[:60]!r}…) and its completion may have "
+            f"{room[longest]} (--completion-tokens, --eval-tokens), together above the model's context of {model_context}; "
+            f"drop that problem or ask for less."
+        )
+    return context
 
 
 def load_own_reward(spec: str) -> Any:
@@ -1429,60 +1107,33 @@ def step_metrics(
     rewards: torch.Tensor,  # (groups, G), with all rounds of dynamic sampling
     values: torch.Tensor,  # (groups, G), before shaping
     num_prompts: int,  # P
-    verdicts: list[grader.Verdict],
     totals: dict[str, torch.Tensor],
     norms: list[float],
-    lr: float,
-    seconds: dict[str, float],
 ) -> dict[str, Any]:
-    """One line of metrics.jsonl. Means over tokens are over the trained tokens of all ranks; log-probs are in nats.
+    """Most of a line of metrics.jsonl. Means over tokens are over the trained tokens of all ranks; log-probs are in nats.
 
     Rewards and shares of groups are of the first P groups: those asked because others had no spread are no fair sample.
     """
-    rewards, values = rewards[:num_prompts], values[:num_prompts]  # (P, G), (P, G)
-    lengths = [len(s.completion_ids) for s in samples]
-    tokens = max(totals["tokens"].item(), 1)
+    asked, (rewards, values) = len(rewards), (rewards[:num_prompts], values[:num_prompts])  # (P, G), (P, G)
     mixed, best = has_spread(values)[:, 0], values.amax(1)  # (P,), (P,)
-    per_token = {
-        name: totals[name].item() / tokens
-        for name in ("gap", "unknown", "kl", "reference_kl", "entropy", "clip_low", "clip_high")
-    }
+    lengths = [len(s.completion_ids) for s in samples]
+    t = {name: total.item() for name, total in totals.items() if name != "gap_histogram"}
+    means = ("gap", "unknown", "kl", "reference_kl", "entropy", "clip_low", "clip_high")
+    # fmt: off
     return {
-        "step": step,
-        "reward": rewards.mean().item(),
-        "reward_std": rewards.std().item(),
+        "step": step, "reward": rewards.mean().item(), "reward_std": rewards.std().item(),
         "groups_mixed": mixed.float().mean().item(),
         "groups_all_right": (~mixed & (best > 0)).float().mean().item(),
         "groups_all_wrong": (~mixed & (best <= 0)).float().mean().item(),
-        "groups_asked": len(samples) // rewards.shape[1],
-        "completion_tokens": float(np.mean(lengths)),
-        "completion_tokens_max": max(lengths),
+        "groups_asked": asked,
+        "completion_tokens": float(np.mean(lengths)), "completion_tokens_max": max(lengths),
         "truncated": float(np.mean([s.finish_reason == "length" for s in samples])),
-        "sampled_tokens": sum(lengths),
-        "trained_tokens": int(totals["tokens"].item()),
-        "loss": totals["loss"].item(),
-        **per_token,
-        "gap_p99": percentile(totals["gap_histogram"], 0.99),
-        "gap_max": totals["gap_max"].item(),
-        "ratio_max": totals["ratio_max"].item(),
-        "grad_norm": norms[-1],
-        "skipped": sum(not math.isfinite(norm) for norm in norms),
-        "lr": lr,
-        "reasons": dict(Counter(v.reason for v in verdicts)),
-        "seconds": seconds,
-        "memory_gib": memory_gib(),
+        "sampled_tokens": sum(lengths), "trained_tokens": int(t["tokens"]), "loss": t["loss"],
+        **{name: t[name] / max(t["tokens"], 1) for name in means},
+        "gap_p99": percentile(totals["gap_histogram"], 0.99), "gap_max": t["gap_max"], "ratio_max": t["ratio_max"],
+        "grad_norm": norms[-1], "skipped": sum(not math.isfinite(norm) for norm in norms),
     }
-
-
-@contextmanager
-def timed(seconds: dict[str, float], phase: str) -> Any:
-    """Adds the wall time of the block to `seconds[phase]`, less what phases inside it took: all phases add up to the step."""
-    start, before = time.perf_counter(), sum(seconds.values())
-    yield
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    inside = sum(seconds.values()) - before
-    seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start - inside
+    # fmt: on
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1493,36 +1144,28 @@ def main() -> None:
     args = parse_args()
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     say = print if rank == 0 else lambda *_, **__: None
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     # --- Checks: everything a user can get wrong, before anything heavy is loaded ------------------------------------
     check_flags(args, world)
     rollout.check_architecture(args.model)
     summary = model_nvfp4.check_checkpoint(args.model)
-    if torch.cuda.is_available():
+    if device.type == "cuda":
         rollout.check_sleep(args.sleep, summary["weight_bytes"], args.tp)
-    run_dir, checkpoint = open_run(args)
+    run_dir, checkpoint = report.open_run(args)
+    start_step = json.loads((checkpoint / "state.json").read_text())["step"] if checkpoint else 0
     train, heldout = read_data(args)
-    eval_tokens = args.eval_tokens or args.completion_tokens
-    judged_on = args.eval_benchmark or "held-out"
     check_references([*train, *heldout], args.reward)
     own_reward = load_own_reward(args.reward) if args.reward else None
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     conversations = {p.problem: conversation(p, args.prompt_template) for p in [*train, *heldout]}
     ids = rollout.encode_prompts(tokenizer, list(conversations.values()), args.chat_template_kwargs)
-    prompt_ids = dict(zip(conversations, ids))
+    prompt_ids = dict(zip(conversations, ids))  # by the problem's text
+    eval_tokens, judged_on = args.eval_tokens or args.completion_tokens, args.eval_benchmark or "held-out"
     room = {p.problem: args.completion_tokens for p in train} | {p.problem: eval_tokens for p in heldout}
-    longest = max(room, key=lambda text: len(prompt_ids[text]) + room[text])
-    context = len(prompt_ids[longest]) + room[longest]
-    model_context = AutoConfig.from_pretrained(args.model).get_text_config().max_position_embeddings
-    if context > model_context:
-        raise UserError(
-            f"the longest prompt has {len(prompt_ids[longest])} tokens ({longest[:60]!r}…) and its completion may have "
-            f"{room[longest]} (--completion-tokens, --eval-tokens), together above the model's context of {model_context}; "
-            f"drop that problem or ask for less."
-        )
-    start_step = json.loads((checkpoint / "state.json").read_text())["step"] if checkpoint else 0
+    context = longest_context(args.model, prompt_ids, room)
     say(
         f"{args.model} on {args.dataset}: {len(train)} training and {len(heldout)} {judged_on} problems, context {context}; "
         f"{args.steps} steps of {args.prompts} × {args.group_size} samples on {world} rank{'s' * (world > 1)}; "
@@ -1531,50 +1174,26 @@ def main() -> None:
     if args.dry_run:
         return
 
-    # --- Engine, policy, optimizer -----------------------------------------------------------------------------------
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    for name, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-    }.items():
-        os.environ.setdefault(name, value)  # plain `python train_grpo.py` is a job of one rank
-    join_ranks("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timedelta(minutes=args.timeout))
-    dump_stacks(run_dir, rank)
-    if rank == 0:
-        lock = lock_run(run_dir, patience=10)  # held until this process ends, however it ends
+    # --- Ranks and run folder ----------------------------------------------------------------------------------------
+    join_ranks(timedelta(minutes=args.timeout))
+    report.dump_stacks(run_dir, rank)
+    lock = report.lock_run(run_dir, patience=10) if rank == 0 else None  # until this process ends, however it ends
     view = {f"--{name}": value for name, value in vars(args).items() if name not in ("model", "dataset", "runs_dir")}
     contents = json.dumps([(p.problem, p.answer, prompt_ids[p.problem]) for p in [*train, *heldout]])
     view |= {"the step to go on from": start_step, "the checksum of all problems": zlib.crc32(contents.encode())}
     start = (checkpoint / "adapter_model.safetensors").read_bytes() if checkpoint else b""
-    view["the checksum of the checkpoint"] = zlib.crc32(start)
-    check_ranks_agree(view)
+    check_ranks_agree(view | {"the checksum of the checkpoint": zlib.crc32(start)})
+
+    # --- Engine, policy, optimizer -----------------------------------------------------------------------------------
     engine = rollout.build_engine(
-        args.model,
-        max_model_len=context,
-        max_lora_rank=args.lora_rank,
-        max_num_seqs=min(1024, args.prompts * args.group_size),
-        seed=args.seed,
-        tp=args.tp,
-        sleep=args.sleep,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        w4a4=args.engine_w4a4,
-        engine_args=args.engine_args,
-    )
+        args.model, max_model_len=context, max_lora_rank=args.lora_rank, max_num_seqs=min(1024, args.prompts * args.group_size),
+        seed=args.seed, tp=args.tp, sleep=args.sleep, gpu_memory_utilization=args.gpu_memory_utilization,
+        w4a4=args.engine_w4a4, engine_args=args.engine_args,
+    )  # fmt: skip
     say(f"engine: {rollout.kernels(engine)}")
-    device = torch.device("cuda" if on_gpu else "cpu")
     register_attention()
-    model = model_nvfp4.build_model(
-        args.model,
-        lora_rank=args.lora_rank,
-        lora_alpha=args.lora_alpha,
-        lora_targets=args.lora_targets,
-        attn_implementation="grouped",
-    )
+    lora = {"lora_rank": args.lora_rank, "lora_alpha": args.lora_alpha}
+    model = model_nvfp4.build_model(args.model, **lora, lora_targets=args.lora_targets, attn_implementation="grouped")
     policy = Policy(model)
     model_nvfp4.shard(policy, activation_checkpointing=args.activation_checkpointing)
     model_nvfp4.load_weights(policy, args.model, seed=args.seed)
@@ -1582,104 +1201,51 @@ def main() -> None:
     model_nvfp4.checkpoint_in_eval(policy)
     trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    adapter_config = {
-        "lora_rank": args.lora_rank,
-        "lora_alpha": args.lora_alpha,
-        "base_model": args.model,
-    }
     if checkpoint:
-        from safetensors.torch import load_file
-
         model_nvfp4.load_lora_state_dict(policy, load_file(checkpoint / "adapter_model.safetensors"))
         load_optimizer_tensors(policy, optimizer, load_file(checkpoint / "optimizer.safetensors"))
-    loss_settings = {
-        "loss": args.loss,
-        "clip_low": args.clip_low,
-        "clip_high": args.clip_high,
-        "dual_clip": args.dual_clip,
-        "kl_coef": args.kl_coef,
-    }
     adapter = model_nvfp4.lora_state_dict(policy)
-    shaping = {"truncated": args.truncated, "completion_tokens": args.completion_tokens}
-    shaping |= {"overlong_buffer": args.overlong_buffer, "format_bonus": args.format_bonus}
-    handover = handover_folder(run_dir, rank, adapter)
-
-    # --- Run folder --------------------------------------------------------------------------------------------------
-    paths = {name: run_dir / f"{name}.jsonl" for name in ("metrics", "samples", "evaluations")}
+    adapter_config = lora | {"base_model": args.model}
+    handover = report.handover_folder(run_dir, rank, sum(t.nbytes for t in adapter.values()))
+    metrics, evaluations = [], []  # of rank 0, which writes
     if rank == 0:
-        if not (run_dir / "config.json").exists():
-            record = describe_run(vars(args), rollout.versions(), world) | {"job": job_id()}
-            write_atomically(run_dir / "config.json", json.dumps(record, indent=1))
-        for path in paths.values():  # what was logged after the last complete step is about to happen again
-            kept = [r for r in read_jsonl(path) if r["step"] <= start_step]
-            write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
-    evaluations = read_jsonl(paths["evaluations"]) if rank == 0 else []
-    metrics = read_jsonl(paths["metrics"]) if rank == 0 else []
+        metrics, evaluations = report.open_logs(run_dir, start_step, vars(args), rollout.versions(), world)
     dist.barrier()
+
+    # --- What the loop calls with settings of its own ----------------------------------------------------------------
+    flags, P, G = vars(args), args.prompts, args.group_size
+    loss_settings = {name: flags[name] for name in ("loss", "clip_low", "clip_high", "dual_clip", "kl_coef")}
+    shaping = {name: flags[name] for name in ("truncated", "completion_tokens", "overlong_buffer", "format_bonus")}
+    extra_forwards = {name: flags[name] for name in ("old_logprobs", "correction")} | {"reference": args.kl_coef > 0}
+    sampling = {"temperature": args.temperature, "max_tokens": args.completion_tokens, "stop": args.stop}
+    temperature = args.temperature if args.eval_temperature is None else args.eval_temperature
+    judging = {"k": args.heldout_samples, "temperature": temperature, "top_p": args.eval_top_p, "stop": args.stop}
+    judging |= {"max_tokens": eval_tokens, "seed": args.seed, "template": args.prompt_template}
+    judging |= {"chat_template_kwargs": args.chat_template_kwargs, "use_adapter": True}
 
     def push(tensors: dict[str, torch.Tensor], version: int = -1) -> None:
         model_nvfp4.save_adapter(handover, tensors, **adapter_config)
         push_adapter(engine, handover, version=version)
 
-    def evaluate_heldout(step: int) -> None:
+    def judge(step: int) -> None:
         """Held-out accuracy of the policy after `step` updates; once per step, also when a run goes on."""
-        done = [step in [e["step"] for e in evaluations]] if rank == 0 else [False]
+        done = [step in [e["step"] for e in evaluations]]  # rank 0 knows
         dist.broadcast_object_list(done)
         if not heldout or done[0]:
             return
         with awake(engine):
             push(adapter, step)
-            report = evaluate(
-                engine,
-                tokenizer,
-                heldout,
-                k=args.heldout_samples,
-                temperature=args.temperature if args.eval_temperature is None else args.eval_temperature,
-                top_p=args.eval_top_p,
-                max_tokens=eval_tokens,
-                seed=args.seed,
-                template=args.prompt_template,
-                chat_template_kwargs=args.chat_template_kwargs,
-                stop=args.stop,
-                use_adapter=True,
-            )
+            result = evaluate(engine, tokenizer, heldout, **judging)
         if rank == 0:
-            evaluations.append({"step": step, **report})
-            append_jsonl(paths["evaluations"], evaluations[-1:])
-            bar.write(f"step {step:4d}  {judged_on} accuracy {report['avg']:.3f} ± {report['avg_se']:.3f}")
-
-    def rollout_round(step: int, refill: int, num_prompts: int, seconds: dict[str, float]) -> tuple[list[Any], ...]:
-        """Ask, sample, grade: (problems, samples, verdicts, values), the last three group-contiguous. Collective."""
-        problems = next_problems(train, step, num_prompts, args.seed, refill)  # the same on every rank
-        members = range(refill * args.group_size, (refill + 1) * args.group_size)  # no draw is made twice in a step
-        samples = generate(
-            engine,
-            [prompt_ids[p.problem] for p in problems for _ in members],
-            [sample_seed(args.seed, step, p.id, member) for p in problems for member in members],
-            max_tokens=args.completion_tokens,
-            temperature=args.temperature,
-            stop=args.stop,
-            use_adapter=True,
-        )
-        with timed(seconds, "score"):
-            references = [p.answer for p in problems for _ in members]
-            verdicts, values = score_together(samples, references, own_reward)
-        return problems, samples, verdicts, values
-
-    from tqdm import tqdm
+            evaluations.append({"step": step, **result})
+            report.append_jsonl(run_dir / "evaluations.jsonl", evaluations[-1:])
+            bar.write(f"step {step:4d}  {judged_on} accuracy {result['avg']:.3f} ± {result['avg_se']:.3f}")
 
     bar = tqdm(total=args.steps, initial=start_step, desc="GRPO", disable=rank != 0, dynamic_ncols=True)
     if not args.no_probe:
-        probe_prompts = [prompt_ids[p.problem] for p in next_problems(train, start_step, 4, args.seed)]
-        probe = parity_probe(
-            engine,
-            policy,
-            adapter,
-            probe_prompts,
-            push=push,
-            max_tokens=min(16, args.completion_tokens),
-            max_gap=args.max_logprob_gap,
-        )
+        probes = [prompt_ids[p.problem] for p in next_problems(train, start_step, 4, args.seed)]
+        limits = {"max_tokens": min(16, args.completion_tokens), "max_gap": args.max_logprob_gap}
+        probe = parity_probe(engine, policy, adapter, probes, push=push, **limits)
         worst = max(probe, key=lambda kind: probe[kind][0])
         apart = min(without / max(used, 1e-9) for used, without in probe.values())
         say(
@@ -1687,9 +1253,7 @@ def main() -> None:
             f"without the adapter at least {apart:.0f} times that"
         )
     if start_step == 0 or (args.eval_every and start_step % args.eval_every == 0 and start_step < args.steps):
-        evaluate_heldout(
-            start_step
-        )  # of a step whose checkpoint was complete when the run ended, but not its evaluation
+        judge(start_step)  # also when a run ended between the checkpoint of a step and its evaluation
     bad_steps = 0
 
     # --- GRPO --------------------------------------------------------------------------------------------------------
@@ -1697,93 +1261,89 @@ def main() -> None:
         # A collective that is stuck raises after --timeout; this is for an engine that is stuck by itself.
         faulthandler.dump_traceback_later(2 * 60 * args.timeout, exit=True)
         seconds: dict[str, float] = {}
-        problems, samples, verdicts, values = [], [], [], []  # P groups, and those that --refill asks for
-        with timed(seconds, "generate"), awake(engine):
-            with timed(seconds, "push"):
-                push(adapter, step)
-            num_missing = args.prompts
-            for refill in range(1 + args.refill):
-                for known, new in zip(
-                    (problems, samples, verdicts, values), rollout_round(step, refill, num_missing, seconds)
-                ):
-                    known += new
-                unshaped = torch.tensor(values).view(-1, args.group_size)  # (groups, G)
-                num_missing = args.prompts - int(has_spread(unshaped).sum())
-                if not num_missing:
+        problems, samples, verdicts, values, missing = [], [], [], [], P
+        with report.timed(seconds, "generate"), awake(engine):  # vLLM owns the GPU inside this block
+            with report.timed(seconds, "push"):
+                push(adapter, step)  # the policy that we are about to improve
+            for refill in range(1 + args.refill):  # once; --refill asks again in place of groups without spread
+                asked = next_problems(train, step, missing, args.seed, refill)  # the same on every rank
+                draws = [(p, refill * G + member) for p in asked for member in range(G)]  # none is made twice in a step
+                seeds = [sample_seed(args.seed, step, p.id, member) for p, member in draws]
+                said = generate(engine, [prompt_ids[p.problem] for p, _ in draws], seeds, use_adapter=True, **sampling)
+                with report.timed(seconds, "score"):
+                    judged, paid = score_together(said, [p.answer for p, _ in draws], own_reward)
+                problems, samples = problems + asked, samples + said  # P groups, and those that --refill asks for
+                verdicts, values = verdicts + judged, values + paid
+                unshaped = torch.tensor(values).view(-1, G)  # (groups, G)
+                missing = P - int(has_spread(unshaped).sum())
+                if not missing:
                     break
         shaped, masked = shape_rewards(samples, values, **shaping)  # N, N
-        rewards = torch.tensor(shaped).view(-1, args.group_size)  # (groups, G)
-        with timed(seconds, "train"):
+        rewards = torch.tensor(shaped).view(-1, G)  # (groups, G)
+        with report.timed(seconds, "train"):
             advantages = group_advantages(rewards, args.advantage_scale)  # (groups, G)
             if args.refill:  # replaced groups stay out, also where the shaping has given them a spread
                 advantages *= has_spread(unshaped)  # (groups, G)
             segments = make_segments(samples, advantages, args.max_tokens, masked)
-            optimizer.param_groups[0]["lr"] = lr = learning_rate(args.lr, step, args.steps, args.warmup, args.schedule)
             chunks = [segments[part :: args.minibatches] for part in range(args.minibatches)]
             batches = [[pack(row).to(device) for row in balance(c, world, args.max_tokens)[rank]] for c in chunks]
-            if args.old_logprobs == "trainer" or args.kl_coef:
-                everything = [batch for part in batches for batch in part]
-                annotate(policy, everything, args.temperature, args.old_logprobs, args.correction, args.kl_coef > 0)
+            annotate(policy, [batch for rows in batches for batch in rows], args.temperature, **extra_forwards)
+            optimizer.param_groups[0]["lr"] = lr = learning_rate(args.lr, step, args.steps, args.warmup, args.schedule)
             stats, norms = [], []
-            for part, chunk in enumerate(chunks):  # optimizer steps on this rollout; one, unless asked for more
+            for chunk, rows in zip(chunks, batches):  # optimizer steps on this rollout; one, unless asked for more
+                # Tokens of all ranks: one denominator, however rows are dealt out.
                 num_tokens = sum(len(ids) for s in chunk for ids, _, _ in s.completions)
-                num_samples = args.prompts * args.group_size / args.minibatches
-                # Of all ranks: one denominator, however rows are dealt out.
-                denominator = loss_denominator(args.loss, num_tokens, num_samples, args.completion_tokens)
+                denominator = loss_denominator(args.loss, num_tokens, P * G / args.minibatches, args.completion_tokens)
                 loss_sum = torch.zeros((), device=device)  # ()
-                for batch in batches[part]:
+                for batch in rows:
                     logprobs, entropy = token_logprobs(policy, batch, args.temperature)  # (S,), (S,)
-                    loss, row_stats = policy_loss(
-                        logprobs,
-                        batch.old_logprobs,
-                        batch.advantages,
-                        batch.samples,
-                        denominator,
-                        weights=batch.corrections,
-                        reference_logprobs=batch.reference_logprobs,
-                        **loss_settings,
-                    )
+                    loss, sums = policy_loss(
+                        logprobs, batch.old_logprobs, batch.advantages, batch.samples, denominator,
+                        weights=batch.corrections, reference_logprobs=batch.reference_logprobs, **loss_settings,
+                    )  # fmt: skip
                     (loss * batch.weight * world).backward()  # FSDP averages over ranks; the loss wants the sum
-                    row_stats |= gap_stats(logprobs, batch.sampler_logprobs) | {
-                        "entropy": entropy.sum(),
-                        "loss": loss.detach(),
-                    }
-                    stats.append({name: value * batch.weight for name, value in row_stats.items()})
+                    sums |= gap_stats(logprobs, batch.sampler_logprobs)
+                    sums |= {"entropy": entropy.sum(), "loss": loss.detach()}
+                    stats.append({name: value * batch.weight for name, value in sums.items()})
                     loss_sum += stats[-1]["loss"]
                 norms.append(optimizer_step(optimizer, loss_sum, num_tokens, args.max_grad_norm))
             adapter = model_nvfp4.lora_state_dict(policy)
             checksum = check_same_adapter(adapter, step + 1)
             totals = reduce_stats(stats)
         faulthandler.cancel_dump_traceback_later()
+
+        # --- Log, checkpoint, evaluation -----------------------------------------------------------------------------
         done = step + 1
-        m = step_metrics(done, samples, rewards, unshaped, args.prompts, verdicts, totals, norms, lr, seconds)
-        m |= {"adapter_crc": checksum, "engine": engine.stats}
+        m = step_metrics(done, samples, rewards, unshaped, P, totals, norms)
+        m |= {"lr": lr, "reasons": dict(Counter(v.reason for v in verdicts)), "seconds": seconds}
+        m |= {"memory_gib": report.memory_gib(), "adapter_crc": checksum, "engine": engine.stats}
         if rank == 0:
             metrics.append(m)
-            append_jsonl(paths["metrics"], [m])
-            append_jsonl(paths["samples"], sample_records(done, problems, samples, verdicts, shaped))
-            report_step(bar, m, args.steps, samples[0] if step % args.print_every == 0 else None)
+            report.append_jsonl(run_dir / "metrics.jsonl", [m])
+            records = report.sample_records(done, problems, samples, verdicts, shaped)
+            report.append_jsonl(run_dir / "samples.jsonl", records)
+            report.report_step(bar, m, args.steps, samples[0] if step % args.print_every == 0 else None)
         bad_steps = bad_steps + 1 if m["skipped"] else 0
-        check_step(m, args.max_logprob_gap, bad_steps, paths["samples"])
+        check_step(m, args.max_logprob_gap, bad_steps, run_dir / "samples.jsonl")
         if done % args.save_every == 0 or done == args.steps:
-            with timed(seconds, "save"):  # counted with the next line of the log, which is already written
+            with report.timed(seconds, "save"):  # counted with the next line of the log, which is already written
                 moments = optimizer_tensors(policy, optimizer)
                 if rank == 0:
                     save_checkpoint(run_dir, done, adapter, moments, adapter_config, args.keep)
         if args.eval_every and done % args.eval_every == 0 and done < args.steps:
-            evaluate_heldout(done)
+            judge(done)
             if rank == 0:
-                plot_curves({run_dir.name: (metrics, evaluations)}, run_dir / "curves.png")
+                report.plot_curves({run_dir.name: (metrics, evaluations)}, run_dir / "curves.png")
 
     # --- After -------------------------------------------------------------------------------------------------------
-    evaluate_heldout(args.steps)
+    judge(args.steps)
     if rank == 0:
         bar.close()
         model_nvfp4.save_adapter(run_dir / "adapter", adapter, **adapter_config)
         if metrics:
-            plot_curves({run_dir.name: (metrics, evaluations)}, run_dir / "curves.png")
+            report.plot_curves({run_dir.name: (metrics, evaluations)}, run_dir / "curves.png")
         if heldout:
-            print(outcome(evaluations))
+            print(report.outcome(evaluations))
         print(f"adapter in {run_dir / 'adapter'}, curves in {run_dir / 'curves.png'}")
         lock.close()
     shutil.rmtree(handover, ignore_errors=True)
@@ -1794,6 +1354,6 @@ if __name__ == "__main__":
     try:
         main()
     except Exception as error:
-        code = report_failure(error)
+        code = report.report_failure(error)
         sys.stdout.flush()
         os._exit(code)  # not sys.exit: what NCCL and vLLM do on the way out waits for ranks that are gone

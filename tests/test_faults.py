@@ -24,6 +24,7 @@ import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from test_model_nvfp4_models import quantized, tiny_checkpoint
 
+import report
 import train_grpo
 from model_nvfp4 import UserError
 from report import read_jsonl
@@ -37,8 +38,9 @@ import json, os, random, signal, sys, time, zlib
 sys.path.insert(0, {project!r})
 import torch
 import torch.distributed as dist
-import model_nvfp4, rollout, train_grpo
+import model_nvfp4, report, rollout, train_grpo
 from contextlib import nullcontext
+from types import SimpleNamespace
 from pathlib import Path
 from rollout import Sample
 
@@ -74,7 +76,7 @@ def before(module, name, phase):
 
 before(train_grpo.grader, "score", "score")
 before(train_grpo, "policy_loss", "train")
-before(train_grpo, "append_jsonl", "log")
+before(report, "append_jsonl", "log")
 
 next_problems, save_adapter, lora_state_dict = train_grpo.next_problems, model_nvfp4.save_adapter, model_nvfp4.lora_state_dict
 
@@ -109,12 +111,13 @@ def generate(engine, prompts, seeds, *, max_tokens, **_):
 
 train_grpo.next_problems, model_nvfp4.save_adapter, model_nvfp4.lora_state_dict = counting, saving, drifting
 train_grpo.generate, train_grpo.push_adapter, train_grpo.awake = generate, push_adapter, nullcontext
-rollout.build_engine, rollout.shutdown, rollout.versions = lambda *_, **__: None, lambda _: dist.barrier(), lambda: {{}}
+rollout.build_engine, rollout.kernels = lambda *_, **__: SimpleNamespace(stats={{}}), lambda _: "a stand-in"
+rollout.shutdown, rollout.versions = lambda _: dist.barrier(), lambda: {{}}
 rollout.die_with_launcher()
 try:
     train_grpo.main()
 except Exception as error:
-    os._exit(train_grpo.report_failure(error))
+    os._exit(report.report_failure(error))
 os._exit(0)
 """
 
@@ -166,7 +169,7 @@ def torchrun(model, folder, faults=(), *, ranks, steps, restarts=0, timeout=1.0,
     assert not check or done.returncode == 0, done.stdout[-1000:] + done.stderr[-5000:]
     struck = [float(mark.read_text()) for mark in folder.glob("struck-*")]
     assert len(struck) == len(faults), done.stderr[-5000:]
-    train_grpo.lock_run(folder / "run").close()  # nobody trains there any more
+    report.lock_run(folder / "run").close()  # nobody trains there any more
     return done, folder / "run", end - max(struck, default=end)
 
 
@@ -292,9 +295,9 @@ def parsed(tmp_path, *words):
 def test_a_run_folder_that_cannot_be_made_is_told_at_once(tmp_path):
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(UserError, match=r"file on .* is not a folder one can write to"):
-        train_grpo.open_run(parsed(tmp_path / "file"))
+        report.open_run(parsed(tmp_path / "file"))
     with pytest.raises(UserError, match=r"rank 3 on .* cannot write to .*\(Not a directory\)"):
-        train_grpo.dump_stacks(tmp_path / "file" / "run", 3)
+        report.dump_stacks(tmp_path / "file" / "run", 3)
 
 
 @pytest.mark.parametrize("words", [["--resume", "never"], ["--resume", "elsewhere"]])
@@ -309,14 +312,14 @@ def test_a_restarted_job_goes_on_whatever_it_was_started_with(words, tmp_path, m
     for job in (None, "4711"):
         config.write_text(json.dumps({"flags": vars(args), "job": job}))
         with pytest.raises(UserError):
-            train_grpo.open_run(args)
+            report.open_run(args)
     for name, value in (("TORCHELASTIC_RESTART_COUNT", "1"), ("TORCHELASTIC_RUN_ID", "4711")):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
-            assert train_grpo.open_run(args)[1] == tmp_path / "run" / "checkpoint" / "step-000003"
+            assert report.open_run(args)[1] == tmp_path / "run" / "checkpoint" / "step-000003"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # torchrun's name for a job without one
     with pytest.raises(UserError):
-        train_grpo.open_run(args)
+        report.open_run(args)
 
 
 def test_the_lock_waits_for_the_writer_before(tmp_path):
@@ -325,8 +328,8 @@ def test_the_lock_waits_for_the_writer_before(tmp_path):
     with subprocess.Popen([sys.executable, "-c", holder], stdout=subprocess.PIPE) as process:
         process.stdout.read(1)
         with pytest.raises(UserError, match="another process is training"):
-            train_grpo.lock_run(tmp_path)
-        train_grpo.lock_run(tmp_path, patience=10).close()
+            report.lock_run(tmp_path)
+        report.lock_run(tmp_path, patience=10).close()
 
 
 @pytest.mark.parametrize(
@@ -352,7 +355,7 @@ def test_the_lock_waits_for_the_writer_before(tmp_path):
 )
 def test_one_sentence_and_an_exit_code(error, code, sentence, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    assert train_grpo.report_failure(error, seconds_for_the_first=0) == code
+    assert report.report_failure(error, seconds_for_the_first=0) == code
     told = capsys.readouterr().err
     assert re.search(sentence, told)
     assert told.count("\n") == 1 or "OutOfMemory" in told  # a fault of ours comes with its stack, before the sentence

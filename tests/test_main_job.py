@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import report
 import train_grpo
 from model_nvfp4 import UserError, decode_reference
 from report import outcome, read_jsonl
@@ -161,15 +162,15 @@ def test_full_disk_keeps_the_old_checkpoint(tmp_path):
     assert [p.name for p in (tmp_path / "checkpoint").iterdir()] == ["step-000001"]
     assert {p.name: p.read_bytes() for p in (tmp_path / "checkpoint" / "step-000001").iterdir()} == old
     train_grpo.save_checkpoint(tmp_path, 2, adapter, {"a|exp_avg": torch.ones(500, 64)}, config, keep=0)
-    assert train_grpo.latest_checkpoint(tmp_path).name == "step-000002"
+    assert report.latest_checkpoint(tmp_path).name == "step-000002"
 
 
 def test_one_writer_per_run(tmp_path):
-    lock = train_grpo.lock_run(tmp_path)
+    lock = report.lock_run(tmp_path)
     with pytest.raises(UserError, match="another process is training"):
-        train_grpo.lock_run(tmp_path)
+        report.lock_run(tmp_path)
     lock.close()
-    train_grpo.lock_run(tmp_path).close()
+    report.lock_run(tmp_path).close()
 
 
 # --- The job itself --------------------------------------------------------------------------------------------------
@@ -246,7 +247,7 @@ def test_kill_9_at_any_instant_then_the_same_command(undisturbed, tmp_path):
         os.killpg(process.pid, signal.SIGKILL)  # torchrun; its rank lives in another session and must die with it
         process.wait()
         time.sleep(1)
-        train_grpo.lock_run(tmp_path / "killed").close()  # nobody trains there any more
+        report.lock_run(tmp_path / "killed").close()  # nobody trains there any more
     launch(*words)
     killed = tmp_path / "killed"
     assert comparable(read_jsonl(killed / "metrics.jsonl")) == comparable(read_jsonl(reference / "metrics.jsonl"))

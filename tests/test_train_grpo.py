@@ -24,6 +24,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import report
 import train_grpo
 from model_nvfp4 import UserError
 from rollout import Sample
@@ -637,11 +638,10 @@ def test_an_engine_without_logprobs_stops_the_run():
 
 
 def test_the_adapter_passes_through_memory_only_where_it_fits(monkeypatch, tmp_path):
-    adapter = {"lora_A": torch.zeros(1000)}  # 4 kB
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     for free, parent in ((65_000, "/dev/shm"), (63_000, tempfile.gettempdir())):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
-        assert str(train_grpo.handover_folder(tmp_path, 0, adapter).parent) == parent
+        assert str(report.handover_folder(tmp_path, 0, 4000).parent) == parent
 
 
 def test_optimizer_tensors_are_copies_of_the_file():
