@@ -1245,7 +1245,10 @@ def main() -> None:
         "--ignore", action="append", default=[], help="module to leave dense: name, wildcard or re:…; repeatable"
     )
     quant.add_argument(
-        "--recipe", choices=["max", "mse", "four-over-six"], default="mse", help="how block scales are chosen"
+        "--recipe",
+        choices=["max", "mse", "four-over-six"],
+        default="mse",
+        help="block scales: mse searches the best (slow), max and four-over-six are quicker and train worse",
     )
     quant.add_argument("--dialect", choices=["compressed-tensors", "modelopt"], default="compressed-tensors")
     quant.add_argument("--sha256", help="checksum that the source file must have")
