@@ -531,6 +531,7 @@ def prepare_cpu() -> None:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # bound threads would also bind the trainer
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
     from vllm import ir
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel
@@ -592,6 +593,10 @@ def prepare_cpu() -> None:
         torch.ops._C.fused_add_rms_norm(x, x_residual, weight, epsilon)
         return x, x_residual
 
+    # Ranks of a TP group meet in shared memory whose name is the same in every job, also in one that was killed.
+    job = "".join(os.environ.get(name, "") for name in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"))
+    make_group_name = _CPUSHMDistributed.make_group_name
+    _CPUSHMDistributed.make_group_name = staticmethod(lambda group: f"/{job}{make_group_name(group).lstrip('/')}")
     linear.register_linear_kernel(DecodedNvFp4LinearKernel, PlatformEnum.CPU, "nvfp4")  # W4A4 checkpoints
     linear.MarlinNvFp4LinearKernel = DecodedNvFp4LinearKernel  # W4A16 checkpoints: vLLM forces Marlin by name
     PunicaWrapperCPU.update_metadata = update_metadata

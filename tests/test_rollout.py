@@ -333,12 +333,12 @@ def work(folder, tp, out):
     def tokens(samples):
         return [s.completion_ids for s in samples]
 
-    mine = folder / f"mine{rank}"  # every rank pushes a folder of its own, as the trainer's do
+    mine = folder / f"mine{world}-{rank}"  # every rank pushes a folder of its own, as the trainer's do
     shutil.copytree(folder / "adapter1", mine)
     rollout.push_adapter(engine, mine, version=1)
     first = sample()
     seen["samples"] = [(s.completion_ids, s.logprobs, s.finish_reason) for s in first]
-    seen["stats"] = engine.stats
+    seen["stats"] = dict(engine.stats)
     everywhere = [None] * world
     dist.all_gather_object(everywhere, (tokens(first), [s.logprobs for s in first]))
     seen["shared"] = all(part == everywhere[0] for part in everywhere)
@@ -375,7 +375,7 @@ def torchrun(ranks, *words):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     done = subprocess.run([*command, *map(str, words)], env=env, capture_output=True, text=True, cwd=ROOT, timeout=400)
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, done.stderr[-8000:]
     return done
 
 
@@ -394,7 +394,7 @@ def check_engine(seen, replicas, damaged):
         assert seen[fact], fact
     assert seen["damaged slice"] == damaged
     assert len(seen["stats"]["idle"]) == replicas
-    assert min(seen["stats"]["idle"]) == 0
+    assert min(seen["stats"]["idle"]) < 0.1  # the one that finishes last waits for nobody
     assert seen["stats"]["tokens"] == sum(len(ids) for ids, _, _ in seen["samples"])
     ends = {ids[-1] for ids, _, reason in seen["samples"] if reason == "stop"}
     assert ends == set(EOS)  # both end a completion, inside it
