@@ -1254,13 +1254,13 @@ def main() -> None:
         )
     if start_step == 0 or (args.eval_every and start_step % args.eval_every == 0 and start_step < args.steps):
         judge(start_step)  # also when a run ended between the checkpoint of a step and its evaluation
-    bad_steps = 0
+    bad_steps, saving = 0, {}
 
     # --- GRPO --------------------------------------------------------------------------------------------------------
     for step in range(start_step, args.steps):
         # A collective that is stuck raises after --timeout; this is for an engine that is stuck by itself.
         faulthandler.dump_traceback_later(2 * 60 * args.timeout, exit=True)
-        seconds: dict[str, float] = {}
+        seconds, saving = saving, {}  # a checkpoint's time counts with the next line of the log
         problems, samples, verdicts, values, missing = [], [], [], [], P
         with report.timed(seconds, "generate"), awake(engine):  # vLLM owns the GPU inside this block
             with report.timed(seconds, "push"):
@@ -1326,7 +1326,7 @@ def main() -> None:
         bad_steps = bad_steps + 1 if m["skipped"] else 0
         check_step(m, args.max_logprob_gap, bad_steps, run_dir / "samples.jsonl")
         if done % args.save_every == 0 or done == args.steps:
-            with report.timed(seconds, "save"):  # counted with the next line of the log, which is already written
+            with report.timed(saving, "save"):
                 moments = optimizer_tensors(policy, optimizer)
                 if rank == 0:
                     save_checkpoint(run_dir, done, adapter, moments, adapter_config, args.keep)
