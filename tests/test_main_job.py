@@ -515,7 +515,7 @@ def test_the_probe_finds_an_adapter_that_the_engine_ignores(tmp_path):
     assert re.search(r"STOPPED parity probe: with a large adapter on up_proj alone", done.stdout), done.stdout
     gaps, wrong = (json.loads(re.search(rf"{word} (\[.*\])", done.stdout)[1]) for word in ("GAPS", "WRONG"))
     assert max(gaps) < 0.06, gaps
-    assert min(wrong) > 3 * max(gaps), (wrong, gaps)
+    assert min(wrong) > 2 * max(gaps), (wrong, gaps)  # another temperature or its inverse stands out
     assert "SAME True" in done.stdout
     assert "OTHER True" in done.stdout
 
