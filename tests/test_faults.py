@@ -162,7 +162,7 @@ def torchrun(model, folder, faults=(), *, ranks, steps, restarts=0, timeout=1.0,
         env=os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     end = time.time()
