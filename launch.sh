@@ -270,7 +270,10 @@ esac
 if [[ " ${WORDS[*]-} " == *" --help "* ]]; then exec .venv/bin/python train_grpo.py --help; fi
 if [[ $MODEL == "$SMOKE_MODEL" ]]; then prepare_smoke_model; fi
 if [[ $DRY_RUN ]]; then
-  printf '%q ' "${TORCHRUN[@]}" train_grpo.py "${FLAGS[@]}" && echo
+  for word in "${TORCHRUN[@]}" train_grpo.py "${FLAGS[@]}"; do
+    [[ $word == --dry-run ]] || printf '%q ' "$word"
+  done
+  echo
 fi
 if [[ $GET && ! -f $MODEL/config.json && " ${WORDS[*]-}" != *" --model"* ]]; then
   fail "$MODEL/config.json is not here, to plan with or to train on; this makes the folder: $(tr -s ' \n' ' ' <<<"$GET")"
