@@ -588,11 +588,17 @@ def activation_bytes(m: Model, run: Run) -> float:
     return run.max_tokens * (kept + max(26 * H, again + gradients_in_flight(m)))
 
 
-def mask_bytes(m: Model, run: Run) -> float:
-    """train_grpo.grouped_attention: the boolean mask of a segment, t², and the mask that attention keeps for backward
-    as bf16, 2·t², of every layer that is not recomputed."""
-    segment = min(run.max_tokens, run.prompt_tokens + run.group_size * run.completion_tokens)
-    return segment**2 * (1 + 2 * (1 if run.activation_checkpointing else m.fields.num_hidden_layers))
+def visited_keys(run: Run) -> float:
+    """Keys of a micro-batch in train_grpo.visits: each prompt's own, and each completion's with its prompt's before them."""
+    prompt, completions = run.prompt_tokens, run.group_size * run.completion_tokens
+    return run.max_tokens * (prompt + run.group_size * prompt + completions) / (prompt + completions)
+
+
+def visits_bytes(m: Model, run: Run) -> float:
+    """train_grpo.grouped_attention: the bf16 keys and values that flash attention keeps of every layer that is not
+    recomputed, the prompt's once more for each completion."""
+    width = sum(w.out for w in m.parts if w.layer == 0 and re.search(r"\.(k|v|kv_b)_proj$", w.name))
+    return 2 * width * visited_keys(run) * (1 if run.activation_checkpointing else m.fields.num_hidden_layers)
 
 
 def logits_bytes(m: Model, run: Run) -> float:
@@ -625,7 +631,7 @@ def phase_memory(m: Model, run: Run) -> tuple[dict[str, float], dict[str, float]
         "gathered layers": gathered_bytes(m, run.shard_size),
         "decoded weight": decoded_bytes(m),
         "activations": activation_bytes(m, run),
-        "attention mask": mask_bytes(m, run),
+        "keys and values": visits_bytes(m, run),
         "logits": logits_bytes(m, run),
     }
     if run.sleep != "level1":

@@ -29,12 +29,13 @@ from plan import (
     kv_cache_bytes,
     layer_activation_bytes,
     logits_bytes,
-    mask_bytes,
     micro_batches,
     phase_memory,
     plan,
     read_config,
     read_model,
+    visited_keys,
+    visits_bytes,
     weights,
 )
 
@@ -396,9 +397,10 @@ def test_memory_of_a_real_step(tmp_path, model_type, checkpointing):
     assert peak == pytest.approx(measured["peak"], rel=0.06)  # tight enough to see a checkpoint of half the size
 
 
-def test_memory_of_the_trainers_logits():
-    """Three chunks of a head with 32,000 words, forward and backward."""
+def test_memory_of_the_trainers_logits(monkeypatch):
+    """Forty-seven chunks of a head with 32,000 words, forward and backward."""
     torch, train_grpo = pytest.importorskip("torch"), pytest.importorskip("train_grpo")
+    monkeypatch.setattr(sys.modules["plan"], "LOGITS_OF_A_CHUNK", 2**21)  # what a CPU takes
     tokens, H, V = 3000, 64, 32000
     hidden = torch.randn(tokens, H).bfloat16().requires_grad_()  # (S, H)
     weight, targets = torch.randn(V, H).bfloat16(), torch.randint(0, V, (tokens,))  # (V, H), (S,)
@@ -414,22 +416,30 @@ def test_memory_of_the_trainers_logits():
     )
 
 
-def test_memory_of_the_trainers_attention_mask():
-    """One segment of 1,024 tokens; its queries, keys and values are counted with the layer's activations."""
+def test_keys_that_attention_visits():
+    """A full row of two groups of four, 5 + 4 · 3 tokens each: every completion takes its prompt's keys along."""
     torch, train_grpo = pytest.importorskip("torch"), pytest.importorskip("train_grpo")
-    tokens = 1024
-    query, key, value = (torch.randn(1, 2, tokens, 8).bfloat16().requires_grad_() for _ in range(3))  # (1, heads, T, D)
-    layout = torch.stack([torch.zeros(tokens), torch.ones(tokens), torch.arange(tokens)]).int()[
-        None, None
-    ]  # (1, 1, 3, T)
-    with live_bytes(torch) as live:
-        for tensor in (query, key, value, layout):
-            live.add(tensor)
-        start = live.now()
-        output, _ = train_grpo.grouped_attention(torch.nn.Module(), query, key, value, layout)
-        output.backward(torch.ones_like(output))
-    run = complete(Run(gpus=1, gpu_memory=1, max_tokens=tokens))
-    assert mask_bytes(read_model(TINY), run) == pytest.approx(live.peak - start, rel=0.15)
+    row = []
+    for group in range(2):
+        row += [(group, 0, position) for position in range(5)]
+        row += [(group, 1 + member, 5 + position) for member in range(4) for position in range(3)]
+    seen, _, _ = train_grpo.visits(torch.tensor(row).T)
+    run = complete(
+        Run(
+            gpus=1,
+            gpu_memory=1,
+            max_tokens=34,
+            prompt_tokens=5,
+            group_size=4,
+            completion_tokens=3,
+            activation_checkpointing=False,
+        )
+    )
+    assert len(row) == 34
+    assert visited_keys(run) == len(seen) == 2 * (5 + 4 * (5 + 3))
+    heads, size = TINY["num_key_value_heads"], TINY["head_dim"]
+    kept = 2 * 2 * heads * size * len(seen) * TINY["num_hidden_layers"]  # keys and values, bf16
+    assert visits_bytes(read_model(TINY), run) == kept
 
 
 # ---------------------------------------------------------------------------------------------------------------------
