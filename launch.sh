@@ -42,7 +42,7 @@ recipe() {
       --lora-rank 16 --lora-alpha 32 --lr 5e-4 --max-tokens 8192) ;;
 
   qwen3-8b) # one GPU of 80 GB
-    # Expected per GPU: 12 GB of weights on both sides and a KV cache for 90 samples while generating, 37 GB in all while
+    # Expected per GPU: 12 GB of weights on both sides and a KV cache for 90 samples while generating, 34 GB in all while
     # training; host 21 GB. A step: 120 s generating, 74 s training; 100 steps: 5.4 hours.
     # DAPO-Math-17k without its duplicates: 17,398 problems, the answer (an integer) in the field `solution`.
     ABOUT="Qwen3-8B on DAPO's mathematics, one GPU of 80 GB"
@@ -58,7 +58,7 @@ recipe() {
       --sleep level1 --gpu-memory-utilization 0.8 --max-tokens 32768 --activation-checkpointing --keep 2) ;;
 
   qwen3-30b-a3b) # one node of 8 GPUs of 80 GB
-    # Expected per GPU: 18 GB of engine and a KV cache for 65 samples while generating, 27 GB in all while training; host
+    # Expected per GPU: 18 GB of engine and a KV cache for 65 samples while generating, 24 GB in all while training; host
     # 225 GB, of which 145 are sleeping engines. A step: 390 s generating, 87 s training; 100 steps: 13 hours.
     # Every expert stays frozen and without an adapter: LoRA is on attention alone.
     ABOUT="Qwen3-30B-A3B on DAPO's mathematics, 8 GPUs of 80 GB"
@@ -74,7 +74,7 @@ recipe() {
       --sleep level1 --gpu-memory-utilization 0.85 --max-tokens 32768 --activation-checkpointing --keep 2) ;;
 
   mistral-large-4) # 8 nodes of 4 GB200 (186 GB each, aarch64 hosts), one NVLink domain
-    # Expected per GPU: 153 GB of engine, 19 of shard and a KV cache for 15 samples while generating, 121 GB in all while
+    # Expected per GPU: 153 GB of engine, 19 of shard and a KV cache for 15 samples while generating, 119 GB in all while
     # training; host 728 GB, of which 613 are sleeping engines. A step: 1,010 s generating, 121 s training; 75 steps: 24
     # hours. --sleep kv would need 274 GB while training. Generating waits for the cache: shorter completions pay at once.
     # Versions: its class is in transformers 5.22.2 and later, and in no vLLM of the package index up to 0.33.0; vLLM's
