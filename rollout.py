@@ -12,7 +12,7 @@ What is left out, and why:
 2. No merging of the adapter into 4-bit weights: it would be rounded away; vLLM applies it as LoRA.
 3. No sleep level 2: it drops quantised weights and LoRA slots (vLLM issues 57163, 28606, 54235).
 4. No push without a file: through /dev/shm the tensors take the path that vLLM itself tests (names, slices of a TP group,
-   experts), at under .1 s for 4.9 M parameters; tests/benchmarks/bench_rollout.py times it against vLLM's private classes.
+   experts), at .13 s for 4.9 M parameters; tests/benchmarks/bench_rollout.py times it against vLLM's private classes.
 5. No replay of the experts that the engine chose: vLLM returns them (`enable_return_routed_experts`, its GPU runner only), but
    transformers writes each model's router anew, so the trainer would need code per model. |Δlogp| shows what it costs.
 
@@ -121,10 +121,12 @@ def build_engine(
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": slots[0]}
     if on_gpu:
         arguments |= {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": sleep != "off"}
-        if not w4a4:  # only Blackwell would do otherwise; there the two ways are .24 nats a token apart (facts of a CPU emulation)
+        if (
+            not w4a4
+        ):  # only Blackwell would do otherwise; there the two ways part by .24 nats a token (emulated on a CPU)
             arguments["kernel_config"] = {"linear_backend_per_quant": {"nvfp4_w4a4": "marlin"}}
     else:
-        # 32 tokens a block: with the CPU default of 128, prompts of 100 tokens share no block at all (facts: 2.9 times slower).
+        # 32 tokens a block: with the CPU default of 128, prompts of 100 tokens share no block at all (2.9 times slower).
         norms = {"rms_norm": ["cpu", "native"], "fused_add_rms_norm": ["cpu", "native"]}
         arguments |= {"block_size": 32, "enforce_eager": True, "dtype": "bfloat16", "ir_op_priority": norms}
         # A seeded request whose prompt is cut in two ends in "CPU Generator does not use offset" (gpu_model_runner.py).
@@ -292,7 +294,7 @@ def used_memory() -> float:
 
 
 def push_adapter(engine: LLM, folder: str | Path, version: int) -> None:
-    """Replace the engine's adapter by the PEFT folder `folder` (at /dev/shm: 0.05 s for 4.9 M parameters).
+    """Replace the engine's adapter by the PEFT folder `folder` (at /dev/shm: 0.1 s for 4.9 M parameters).
 
     The same name and id every time, so the engine never holds two. The prefix cache is keyed by name and path, hence the
     reset: without it, keys and values of the previous policy are served silently. The folder may be overwritten afterwards.
@@ -366,12 +368,12 @@ def slot_sums(worker: Any) -> tuple[torch.Tensor, torch.dtype]:
                 held = buffer[slot, 0, : tensor.shape[0]] if kind == 0 else buffer[slot, 0, :, : tensor.shape[1]]
                 kinds.append(kind)
                 wholes.append(tensor.numel())
-                rows.append(torch.cat([sums(held), held.new_tensor([held.numel()], dtype=torch.float64)]))
+                rows.append(torch.cat([sums(held), held.new_tensor([held.numel()], dtype=torch.float64)]))  # (3,)
     totals = torch.stack(rows).cpu()  # (tensors, 3)
     if get_tp_group().world_size > 1:
         dist.all_reduce(totals, group=get_tp_group().cpu_group)
     copies = totals[:, 2] / torch.tensor(wholes)  # (tensors,)
-    result = torch.zeros(2, 2, dtype=torch.float64)
+    result = torch.zeros(2, 2, dtype=torch.float64)  # (A | B, sum | sum of absolute values)
     return result.index_add(0, torch.tensor(kinds), totals[:, :2] / copies[:, None]), dtype
 
 
@@ -651,7 +653,7 @@ def serve_experts() -> None:
                 gate_up = x @ w1[e].T  # (rows, 2·N)
                 if use_adapter:  # vLLM has multiplied B by alpha / r
                     pairs = zip(lora.w13_lora_a_stacked, lora.w13_lora_b_stacked)
-                    gate_up += torch.cat([x @ a[0, e].T @ b[0, e].T for a, b in pairs], -1)
+                    gate_up += torch.cat([x @ a[0, e].T @ b[0, e].T for a, b in pairs], -1)  # (rows, 2·N)
                 gate, up = gate_up.chunk(2, -1)  # (rows, N) each
                 h = torch.nn.functional.silu(gate) * up  # (rows, N)
                 y = h @ w2[e].T  # (rows, K)
@@ -713,7 +715,7 @@ def add_lora_linear(
     x = x.view(-1, x.shape[-1])  # (tokens, K)
     hidden = a(x)  # (tokens, slices·r)
     if self.some_without_adapter:
-        hidden *= (self.token_lora_indices[: x.shape[0]] >= 0).unsqueeze(1)
+        hidden *= (self.token_lora_indices[: x.shape[0]] >= 0).unsqueeze(1)  # (tokens, 1)
     y.view(-1, y.shape[-1]).add_(b(hidden))
 
 

@@ -1,10 +1,10 @@
 """The embedded job side by side with TRL's GRPOTrainer: seconds a step by phase, and reward after equal steps.
 
-    .venv/bin/python -m venv /tmp/trl                                                        # TRL lives here alone
-    .venv/bin/python -c 'import site; print(site.getsitepackages()[0])' > /tmp/trl/lib/python3.11/site-packages/ours.pth
-    /tmp/trl/bin/python -m pip install --no-deps trl==1.16.0                                 # its other needs are in .venv
+    .venv/bin/python -m venv ../trl                                                        # TRL lives here alone
+    .venv/bin/python -c 'import site; print(site.getsitepackages()[0])' > ../trl/lib/python3.11/site-packages/ours.pth
+    ../trl/bin/python -m pip install --no-deps trl==1.16.0                                 # its other needs are in .venv
 
-    python=/tmp/trl/bin/python                # the python3.11 above is that of .venv; one side a process, on a quiet machine
+    python=../trl/bin/python                # the python3.11 above is that of .venv; one side a process, on a quiet machine
     $python tests/benchmarks/bench_trl.py --side stock --steps 3
     for seed in 0 1 2; do
       $python tests/benchmarks/bench_trl.py --side tuned --seed $seed
