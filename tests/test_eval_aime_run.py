@@ -409,7 +409,7 @@ def qwen(tmp_path_factory):
 @needs_data
 @pytest.mark.slow
 def test_four_bits_solve_school_sums_as_well(qwen, tmp_path):
-    """Twelve GSM8K problems, two samples each: NVFP4 (quick recipe) is clearly above zero and not distinguishable from bf16."""
+    """Twelve GSM8K problems, two samples each: NVFP4 is clearly above zero and not distinguishable from bf16."""
     rows = (DATA / "gsm8k_test.jsonl").read_text().splitlines(keepends=True)[:12]
     (tmp_path / "sums.jsonl").write_text("".join(rows))
     for model in qwen:
