@@ -391,16 +391,7 @@ def qwen(tmp_path_factory):
     subprocess.run(
         [sys.executable, "-c", script, folder / "gguf" / "qwen.gguf", folder / "dense"], cwd=ROOT, check=True
     )
-    quantize = [
-        sys.executable,
-        ROOT / "model_nvfp4.py",
-        "quantize",
-        folder / "dense",
-        folder / "nvfp4",
-        "--a16",
-        "--recipe",
-        "max",
-    ]
+    quantize = [sys.executable, ROOT / "model_nvfp4.py", "quantize", folder / "dense", folder / "nvfp4", "--a16"]
     subprocess.run(quantize, check=True)
     yield folder / "dense", folder / "nvfp4"
     shutil.rmtree(folder)
