@@ -244,6 +244,46 @@ class FrozenMatmul(torch.autograd.Function):
         return grad @ ctx.decoder(*packed, dtype=grad.dtype), *[None] * (2 + len(packed))  # (…, N) @ (N, K) -> (…, K)
 
 
+class FrozenLoRAMatmul(torch.autograd.Function):
+    """y = x @ W.T + bias + x @ A.T @ B.T · scaling over the same frozen W. As peft writes it (a product, its scaling, a sum,
+    and the same backwards) the adapter's passes over (tokens, N) take as long as W itself; here they go into the matmuls."""
+
+    @staticmethod
+    def forward(ctx, x, bias, a, b, scaling, decoder, *packed):
+        ctx.scaling, ctx.decoder, ctx.leaves = scaling, decoder, (a.dtype, b.dtype)
+        a, b = a.to(x.dtype), b.to(x.dtype)  # (r, K), (N, r)
+        rows = x.flatten(0, -2)  # (tokens, K)
+        hidden = rows @ a.T  # (tokens, r)
+        y = F.linear(rows, decoder(*packed, dtype=x.dtype), bias)  # (tokens, N)
+        y.addmm_(hidden, b.T, alpha=scaling)
+        ctx.save_for_backward(x, hidden, a, b, *packed)
+        return y.view(*x.shape[:-1], -1)  # (…, N)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, hidden, a, b, *packed = ctx.saved_tensors
+        grad, rows = grad.flatten(0, -2), x.flatten(0, -2)  # (tokens, N), (tokens, K)
+        grad_hidden = (grad @ b) * ctx.scaling  # (tokens, r)
+        grad_b = (grad.T @ hidden) * ctx.scaling  # (N, r)
+        grad_a = grad_hidden.T @ rows  # (r, K)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ ctx.decoder(*packed, dtype=grad.dtype)  # (tokens, K)
+            grad_x = grad_x.addmm_(grad_hidden, a).view_as(x)  # (…, K)
+        return grad_x, None, grad_a.to(ctx.leaves[0]), grad_b.to(ctx.leaves[1]), *[None] * (2 + len(packed))
+
+
+def lora_forward(layer, x):
+    """`forward` of peft's LoRA layer over an NVFP4Linear, in one autograd function; what that has not, peft does itself."""
+    name, base = layer.active_adapters[0], layer.base_layer
+    plain = isinstance(layer.lora_dropout[name], nn.Identity) and not layer.lora_variant
+    if layer.disable_adapters or layer.merged or not plain:
+        return type(layer).forward(layer, x)
+    decoder, packed = packed_parts(base, "weight")
+    a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
+    return FrozenLoRAMatmul.apply(x, base.bias, a, b, layer.scaling[name], decoder, *packed)
+
+
 class NVFP4Linear(nn.Linear):
     """A linear layer over packed weights. A subclass of nn.Linear, so that peft's own dispatcher accepts it."""
 
@@ -781,6 +821,7 @@ def build_model(
     kv_b_proj gets no LoRA: vLLM's MLA decode uses it absorbed into other products and would apply LoRA to prompts only.
     """
     from peft import LoraConfig, get_peft_model
+    from peft.tuners.lora import Linear as LoraLinear
 
     folder = Path(model_dir)
     weights = read_checkpoint(folder)
@@ -811,6 +852,9 @@ def build_model(
     model_type, model.config.model_type = model.config.model_type, "any"
     peft_model = get_peft_model(model, config, low_cpu_mem_usage=True)
     model.config.model_type = model_type
+    for module in peft_model.modules():
+        if isinstance(module, LoraLinear) and isinstance(module.base_layer, NVFP4Linear):
+            module.forward = partial(lora_forward, module)
     for module, name in expert_parameters(model).values() if lora_experts else ():
         use_packed_experts(module)
         module.lora_scaling = lora_alpha / lora_rank

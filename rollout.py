@@ -324,13 +324,15 @@ def check_adapter(engine: LLM, folder: str | Path) -> None:
 
     held, dtype = engine.collective_rpc(slot_sums)[0]
     helper = PEFTHelper.from_local_dir(str(folder), None)
-    pushed = torch.zeros(2, 2, dtype=torch.float64)  # (A | B, sum | sum of absolute values)
+    alike: dict[tuple[int, float], list[torch.Tensor]] = {}  # by what they are and what vLLM multiplies them with
     for name, tensor in load_file(Path(folder) / "adapter_model.safetensors").items():
-        if ".experts." in name:
-            continue
-        module, is_a = parse_fine_tuned_lora_name(name)
-        tensor = tensor.to(dtype) * (1 if is_a else helper.get_rank_and_scaling(module)[1])  # vLLM keeps B scaled
-        pushed[0 if is_a else 1] += sums(tensor)
+        if ".experts." not in name:
+            module, is_a = parse_fine_tuned_lora_name(name)
+            scaling = 1 if is_a else helper.get_rank_and_scaling(module)[1]  # vLLM keeps B scaled
+            alike.setdefault((0 if is_a else 1, scaling), []).append(tensor.flatten())
+    pushed = torch.zeros(2, 2, dtype=torch.float64)  # (A | B, sum | sum of absolute values)
+    for (kind, scaling), tensors in alike.items():
+        pushed[kind] += sums(torch.cat(tensors).to(dtype) * scaling)
     # Both sides add the same bf16 values in fp64, only in another order.
     assert ((held - pushed).abs() <= 1e-9 * pushed[:, 1:]).all(), (
         f"the engine does not hold the adapter of {folder}: sums of A and B {held[:, 0].tolist()}, pushed {pushed[:, 0].tolist()}"
@@ -345,14 +347,15 @@ def sums(tensor: torch.Tensor) -> torch.Tensor:
 def slot_sums(worker: Any) -> tuple[torch.Tensor, torch.dtype]:
     """((2, 2) of A and B: sum and sum of absolute values in the engine's slot, dtype there); the same on a whole TP group.
 
-    A rank holds all of a tensor or a slice, and slices may be repeated (key heads on more ranks than there are). As every
-    element is repeated equally often, the group's sum over the number of copies is the sum of the whole tensor.
+    A rank holds all of a tensor or a slice, and slices may be repeated (key heads on more ranks than there are): a rank's
+    sums count divided by how often the group holds each element, so that they add up to those of the whole tensors.
     """
     from vllm.distributed import get_tp_group
 
-    manager = worker.model_runner.lora_manager._adapter_manager
+    manager, group = worker.model_runner.lora_manager._adapter_manager, get_tp_group()
     adapter, slot = manager.get_adapter(1), manager.lora_index_to_id.index(1)
-    dtype, kinds, wholes, rows, seen = manager.lora_config.lora_dtype, [], [], [], set()
+    alike: dict[tuple[int, float], list[torch.Tensor]] = {}  # by what they are and how many copies the group holds
+    seen = set()
     for name, weights in adapter.loras.items():
         module = manager.modules.get(name)  # None: vLLM ignores this part of the adapter, and the sums will say so
         if module is None or hasattr(module, "w13_lora_a_stacked"):
@@ -366,15 +369,14 @@ def slot_sums(worker: Any) -> tuple[torch.Tensor, torch.dtype]:
                     continue  # a slice without an adapter, or one A for several slices
                 seen.add(id(tensor))
                 held = buffer[slot, 0, : tensor.shape[0]] if kind == 0 else buffer[slot, 0, :, : tensor.shape[1]]
-                kinds.append(kind)
-                wholes.append(tensor.numel())
-                rows.append(torch.cat([sums(held), held.new_tensor([held.numel()], dtype=torch.float64)]))  # (3,)
-    totals = torch.stack(rows).cpu()  # (tensors, 3)
-    if get_tp_group().world_size > 1:
-        dist.all_reduce(totals, group=get_tp_group().cpu_group)
-    copies = totals[:, 2] / torch.tensor(wholes)  # (tensors,)
+                copies = group.world_size * held.numel() / tensor.numel()
+                alike.setdefault((kind, copies), []).append(held.flatten())
     result = torch.zeros(2, 2, dtype=torch.float64)  # (A | B, sum | sum of absolute values)
-    return result.index_add(0, torch.tensor(kinds), totals[:, :2] / copies[:, None]), dtype
+    for (kind, copies), tensors in alike.items():
+        result[kind] += sums(torch.cat(tensors)).cpu() / copies
+    if group.world_size > 1:
+        dist.all_reduce(result, group=group.cpu_group)
+    return result, manager.lora_config.lora_dtype
 
 
 def shutdown(engine: LLM) -> None:

@@ -11,7 +11,8 @@ What we left out of the papers, and why:
 2. No second forward for old log-probs: they are the sampler's own, so one clipped ratio π_trainer/π_sampler corrects both
    staleness and the difference between the two programs.
 3. No reference model: the frozen base under the adapter is one, `--kl-coef` switches the adapter off to ask it.
-4. No padding and no repeated prompts: a row holds a prompt once and its completions side by side (`make_microbatches`).
+4. No padding and no repeated prompts: a row holds what its prompts share once, each prompt's rest once, and the completions
+   side by side (`pack`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -195,7 +197,7 @@ class Segment:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of input: a completion's last token predicts nothing that is trained, so it is no input."""
+        """Tokens of input, alone in a row: a completion's last token predicts nothing that is trained, so it is no input."""
         return len(self.prompt_ids) + sum(len(ids) - 1 for ids, _, _ in self.completions)
 
 
@@ -205,7 +207,9 @@ class Batch:
 
     input_ids: torch.Tensor  # (1, T)
     position_ids: torch.Tensor  # (1, T), restarting after the prompt for each completion
-    layout: torch.Tensor  # (1, 1, 3, T) int32: segment, completion (0 is the prompt), position
+    layout: (
+        torch.Tensor
+    )  # (1, 1, 3, T) int32: segment (0 is what all prompts share), completion (0 is the prompt), position
     sources: torch.Tensor  # (S,) where in the row the hidden state lies that predicts the token
     targets: torch.Tensor  # (S,) the sampled tokens
     sampler_logprobs: torch.Tensor  # (S,) from the engine
@@ -273,17 +277,26 @@ def balance(segments: list[Segment], world: int, max_tokens: int) -> list[list[l
 
 
 def pack(row: list[Segment]) -> Batch:
-    """Segments to one row of tensors: the only place where ragged lists become tensors. An empty row gets weight 0."""
+    """Segments to one row of tensors: the only place where ragged lists become tensors. An empty row gets weight 0.
+
+    The row is a tree: what all prompts begin with (instructions, worked examples), the rest of each, their completions.
+    """
     ids, positions, segment_of, completion_of = [], [], [], []  # T each
     sources, targets, logprobs, advantages, sample_of = [], [], [], [], []  # S each
     num_samples = 0
-    for number, segment in enumerate(row or [Segment([0], [([0], [0.0], 0.0)])]):
+    segments = row or [Segment([0], [([0], [0.0], 0.0)])]
+    ids += os.path.commonprefix([segment.prompt_ids for segment in segments])  # of any sequences, not only of paths
+    shared = len(ids)
+    positions += range(shared)
+    segment_of += [0] * shared
+    completion_of += [0] * shared
+    for number, segment in enumerate(segments, start=1):
         length = len(segment.prompt_ids)
-        ids += segment.prompt_ids
-        positions += range(length)
-        segment_of += [number] * segment.num_tokens
-        completion_of += [0] * length
-        prompt_end = len(ids) - 1
+        ids += segment.prompt_ids[shared:]
+        positions += range(shared, length)
+        segment_of += [number] * (length - shared + sum(len(ids) - 1 for ids, _, _ in segment.completions))
+        completion_of += [0] * (length - shared)
+        prompt_end = len(ids) - 1 if length > shared else shared - 1
         for which, (completion, its_logprobs, advantage) in enumerate(segment.completions, start=1):
             assert len(its_logprobs) == len(completion), f"{len(its_logprobs)} log-probs of {len(completion)} tokens"
             start = len(ids)
@@ -357,17 +370,18 @@ def grouped_attention(
 
 
 def visits(layout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A layout (3, T) as causal (queries, keys) pairs, what variable-length flash attention takes: each prompt visits
-    itself, each completion visits its prompt and itself, aligned at their last tokens. Returns which token each key is (K,)
-    and where each visit's queries and keys end, (visits + 1,) int32 each, with a zero in front.
+    """A layout (3, T) as causal (queries, keys) pairs, what variable-length flash attention takes: the shared beginning visits
+    itself, the rest of a prompt that and itself, a completion both and itself, aligned at their last tokens. Returns which
+    token each key is (K,) and where each visit's queries and keys end, (visits + 1,) int32 each, with a zero in front.
     """
-    (_, completion), count = layout[:2].cpu().unique_consecutive(dim=1, return_counts=True)  # (2, visits), (visits,)
-    order, start, seen, prompt = torch.arange(layout.shape[1]), 0, [], slice(0)
-    for which, length in zip(completion.tolist(), count.tolist()):
-        own = slice(start, start + length)
-        if which == 0:
-            prompt = own
-        seen.append(order[own] if which == 0 else torch.cat([order[prompt], order[own]]))
+    runs, count = layout[:2].cpu().unique_consecutive(dim=1, return_counts=True)  # (2, visits), (visits,)
+    order, start, seen, above = torch.arange(layout.shape[1]), 0, [], {}
+    for segment, completion, length in zip(*runs.tolist(), count.tolist()):
+        own = order[start : start + length]  # (length,)
+        parents = [above[node] for node in ((0, 0), (segment, 0)) if node in above and node != (segment, completion)]
+        seen.append(torch.cat([*parents, own]))
+        if completion == 0:
+            above[segment, 0] = own
         start += length
     query_ends = F.pad(count.cumsum(0), (1, 0)).int()  # (visits + 1,)
     key_ends = F.pad(torch.tensor([len(keys) for keys in seen]).cumsum(0), (1, 0)).int()  # (visits + 1,)
@@ -384,14 +398,16 @@ class BlockAttention(torch.autograd.Function):
     ROWS = 512
 
     @staticmethod
-    def blocks(layout: torch.Tensor, window: int | None) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-        """Slices of a row's keys and queries, and what to add to their scores, (queries, keys): 0 or −inf."""
-        start = 0
-        _, lengths = layout[0].unique_consecutive(return_counts=True)  # (segments,)
-        for length in lengths.tolist():
+    def blocks(layout: torch.Tensor, window: int | None) -> Iterator[tuple[torch.Tensor, slice, torch.Tensor]]:
+        """Keys (which tokens of the row), a slice of queries, and what to add to their scores, (queries, keys): 0 or −inf."""
+        order, start = torch.arange(layout.shape[1], device=layout.device), 0
+        shared = order[layout[0] == 0]  # (shared,)
+        segments, lengths = layout[0].unique_consecutive(return_counts=True)  # (segments,) ×2
+        for segment, length in zip(segments.tolist(), lengths.tolist()):
             for first in range(start, start + length, BlockAttention.ROWS):
                 rows = slice(first, min(first + BlockAttention.ROWS, start + length))
-                keys = slice(start, rows.stop)  # nobody sees what comes later in the row
+                keys = order[start : rows.stop]  # (keys,); nobody sees what comes later in the row
+                keys = torch.cat([shared, keys]) if segment else keys  # (keys,)
                 (completion, position), (own, at) = layout[1:, keys], layout[1:, rows, None]  # (keys,) ×2, (rows, 1) ×2
                 hidden = ((completion != 0) & (completion != own)) | (position > at)  # (rows, keys)
                 if window is not None:
@@ -444,12 +460,12 @@ class BlockAttention(torch.autograd.Function):
             q = query[:, rows].reshape(len(key), -1, query.shape[-1])  # (kv_heads, group · rows, D)
             g = grad[:, rows].reshape(len(key), -1, value.shape[-1])  # (kv_heads, group · rows, D)
             p, slope = BlockAttention.probabilities(q, key[:, keys], mask, scaling, softcap, sinks)
-            grad_value[:, keys] += p.to(g.dtype).transpose(1, 2) @ g
+            grad_value.index_add_(1, keys, p.to(g.dtype).transpose(1, 2) @ g)
             grad_p = (g @ value[:, keys].transpose(1, 2)).float()  # (kv_heads, group · rows, keys)
             grad_p -= torch.linalg.vecdot(p, grad_p)[..., None]  # (kv_heads, group · rows, 1)
             inner = grad_p.mul_(p).mul_(slope).to(q.dtype)  # (kv_heads, group · rows, keys)
             grad_query[:, rows] = (inner @ key[:, keys]).view(len(query), -1, query.shape[-1])
-            grad_key[:, keys] += inner.transpose(1, 2) @ q
+            grad_key.index_add_(1, keys, inner.transpose(1, 2) @ q)
         return grad_query[None], grad_key[None], grad_value[None], None, None, None, None, None
 
 
@@ -481,7 +497,7 @@ class TokenLogprobs(torch.autograd.Function):
             logits = F.linear(hidden[part], weight, bias).float()  # (chunk, V)
             slope: Any = multiplier / temperature
             if softcap is None:
-                logits *= slope
+                logits = logits.mul_(slope) if slope != 1 else logits  # (chunk, V); each pass over it counts
             else:
                 logits = torch.tanh(logits * (multiplier / softcap))  # (chunk, V)
                 slope = slope * (1 - logits**2)  # (chunk, V)
@@ -492,8 +508,10 @@ class TokenLogprobs(torch.autograd.Function):
             logprobs[part] = logits.gather(1, target)[:, 0] - logz
             entropy[part] = logz - torch.linalg.vecdot(probabilities, logits)
             if gradient is not None:
-                difference = probabilities.scatter_add_(1, target, -torch.ones_like(logz)[:, None]).mul_(-slope)
-                gradient[part] = difference.to(weight.dtype) @ weight  # (chunk, H)
+                probabilities.scatter_add_(1, target, -torch.ones_like(logz)[:, None])  # (chunk, V)
+                if softcap is not None:
+                    probabilities, slope = probabilities * slope, 1  # (chunk, V)
+                gradient[part] = (probabilities.to(weight.dtype) @ weight) * -slope  # (chunk, H)
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -730,10 +748,13 @@ def gap_stats(trainer_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor) ->
 def reduce_stats(stats: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Sums over micro-batches and ranks, maxima for names in …_max. Collective: every rank must call, with the same keys."""
     reduced = {}
-    for name in stats[0]:
-        stacked, is_max = torch.stack([s[name].double().cpu() for s in stats]), name.endswith("_max")  # (rows, …)
-        reduced[name] = stacked.amax(0) if is_max else stacked.sum(0)
-        dist.all_reduce(reduced[name], op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM)
+    for op, pool in ((dist.ReduceOp.SUM, torch.sum), (dist.ReduceOp.MAX, torch.amax)):
+        names = [name for name in stats[0] if name.endswith("_max") == (op == dist.ReduceOp.MAX)]
+        pooled = [pool(torch.stack([s[name].double() for s in stats]), 0).cpu() for name in names]
+        flat = torch.cat([total.flatten() for total in pooled])  # one collective for all of them
+        dist.all_reduce(flat, op=op)
+        parts = flat.split([total.numel() for total in pooled])
+        reduced |= {name: part.view(total.shape) for name, part, total in zip(names, parts, pooled)}
     return reduced
 
 
@@ -784,12 +805,12 @@ def save_checkpoint(
 
 
 def optimizer_tensors(policy: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """AdamW's moments as full CPU tensors by parameter name. Collective: every rank must call."""
+    """AdamW's moments by parameter name, full CPU tensors of their own memory. Collective: every rank must call."""
     tensors = {}
     for name, parameter in policy.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             full = value.full_tensor() if hasattr(value, "full_tensor") else value
-            tensors[f"{name}|{key}"] = full.detach().cpu().contiguous()
+            tensors[f"{name}|{key}"] = full.detach().to("cpu", copy=True).contiguous()
     return tensors
 
 
@@ -1256,7 +1277,8 @@ def main() -> None:
         )
     if start_step == 0 or (args.eval_every and start_step % args.eval_every == 0 and start_step < args.steps):
         judge(start_step)  # also when a run ended between the checkpoint of a step and its evaluation
-    bad_steps, saving = 0, {}
+    bad_steps, saving, writer, written = 0, {}, ThreadPoolExecutor(1), Future()
+    written.set_result(None)
 
     # --- GRPO --------------------------------------------------------------------------------------------------------
     for step in range(start_step, args.steps):
@@ -1331,7 +1353,8 @@ def main() -> None:
             with report.timed(saving, "save"):
                 moments = optimizer_tensors(policy, optimizer)
                 if rank == 0:
-                    save_checkpoint(run_dir, done, adapter, moments, adapter_config, args.keep)
+                    written.result()  # the one before, which has had a step's time; or what went wrong with it
+                    written = writer.submit(save_checkpoint, run_dir, done, adapter, moments, adapter_config, args.keep)
         if args.eval_every and done % args.eval_every == 0 and done < args.steps:
             judge(done)
             if rank == 0:
@@ -1339,6 +1362,7 @@ def main() -> None:
 
     # --- After -------------------------------------------------------------------------------------------------------
     judge(args.steps)
+    written.result()
     if rank == 0:
         bar.close()
         model_nvfp4.save_adapter(run_dir / "adapter", adapter, **adapter_config)

@@ -46,10 +46,10 @@ from rollout import Sample
 
 faults, marks, rank, now = json.loads(sys.argv.pop(1)), Path(__file__).parent, int(os.environ["RANK"]), dict(step=0, crc=0)
 
-def strike(phase):
+def strike(phase, at=None):
     for number, (what, where, who, step) in enumerate(faults):
         mark = marks / f"struck-{{number}}"
-        if (where, who, step) != (phase, rank, now["step"]) or mark.exists():
+        if (where, who, step) != (phase, rank, at or now["step"]) or mark.exists():
             continue
         mark.write_text(str(time.time()))
         if what == "kill":
@@ -87,7 +87,13 @@ def counting(problems, step, *rest):
 def saving(folder, tensors, **config):
     save_adapter(folder, tensors, **config)
     if Path(folder).name == ".writing":  # a checkpoint, half written
-        strike("checkpoint")
+        strike("checkpoint", at=now["saved"])
+
+save_checkpoint = train_grpo.save_checkpoint
+
+def writing(run_dir, step, *rest):  # in a thread of its own, while the next step runs
+    now["saved"] = step
+    save_checkpoint(run_dir, step, *rest)
 
 def drifting(root):
     tensors = lora_state_dict(root)
@@ -110,6 +116,7 @@ def generate(engine, prompts, seeds, *, max_tokens, **_):
     return [parts[index % world][index // world] for index in range(len(prompts))]
 
 train_grpo.next_problems, model_nvfp4.save_adapter, model_nvfp4.lora_state_dict = counting, saving, drifting
+train_grpo.save_checkpoint = writing
 train_grpo.generate, train_grpo.push_adapter, train_grpo.awake = generate, push_adapter, nullcontext
 rollout.build_engine, rollout.kernels = lambda *_, **__: SimpleNamespace(stats={{}}), lambda _: "a stand-in"
 rollout.shutdown, rollout.versions = lambda _: dist.barrier(), lambda: {{}}

@@ -220,6 +220,31 @@ def test_linear_equals_the_dense_layer_forward_and_backward():
     torch.testing.assert_close(x.grad, dense_x.grad, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("needs_input_grad", [True, False])
+def test_lora_in_one_function_is_pefts_lora(needs_input_grad):
+    """Output and every gradient against the forward that peft has for the same layer, bias and scaling included."""
+    from peft import LoraConfig
+    from peft.tuners.lora import Linear as LoraLinear
+
+    torch.manual_seed(0)
+    base = nvfp4_linear(48, 64, bias=True)
+    with torch.no_grad():
+        base.bias.copy_(torch.randn(48))
+    config = LoraConfig(r=4, lora_alpha=6)
+    layer = LoraLinear(base, "default", config, r=4, lora_alpha=6).float()
+    torch.nn.init.normal_(layer.lora_B["default"].weight)
+    x, grad = torch.randn(3, 5, 64, requires_grad=needs_input_grad), torch.randn(3, 5, 48)
+    leaves = [layer.lora_A["default"].weight, layer.lora_B["default"].weight, *([x] if needs_input_grad else [])]
+    theirs = layer(x)
+    wanted = torch.autograd.grad(theirs, leaves, grad)
+    ours = nvfp4.lora_forward(layer, x)
+    torch.testing.assert_close(ours, theirs)
+    for got, want in zip(torch.autograd.grad(ours, leaves, grad), wanted):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+    layer.enable_adapters(False)
+    torch.testing.assert_close(nvfp4.lora_forward(layer, x), base(x), rtol=0, atol=0)
+
+
 def test_saved_for_backward_is_at_most_32_percent_of_dense():
     def saved_bytes(run):
         sizes = {}

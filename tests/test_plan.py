@@ -420,7 +420,7 @@ def test_keys_that_attention_visits():
     """A full row of two groups of four, 5 + 4 · 3 tokens each: every completion takes its prompt's keys along."""
     torch, train_grpo = pytest.importorskip("torch"), pytest.importorskip("train_grpo")
     row = []
-    for group in range(2):
+    for group in (1, 2):  # 0 would be a beginning that both prompts share
         row += [(group, 0, position) for position in range(5)]
         row += [(group, 1 + member, 5 + position) for member in range(4) for position in range(3)]
     seen, _, _ = train_grpo.visits(torch.tensor(row).T)

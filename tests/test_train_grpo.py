@@ -371,7 +371,7 @@ def test_pack_writes_the_prompt_once_and_trains_every_completion_token():
     batch = pack(segments)
     assert batch.input_ids.tolist() == [[7, 8, 9, 1, 2, 4]]  # last tokens (3 and 5) are targets only
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 3]]
-    assert batch.layout[0, 0].tolist() == [[0] * 6, [0, 0, 0, 1, 1, 2], [0, 1, 2, 3, 4, 3]]
+    assert batch.layout[0, 0].tolist() == [[0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 1, 2], [0, 1, 2, 3, 4, 3]]
     assert batch.sources.tolist() == [2, 3, 4, 2, 5]
     assert batch.targets.tolist() == [1, 2, 3, 4, 5]  # end-of-sequence is the last of each, and it is there
     assert batch.advantages.tolist() == [1, 1, 1, -1, -1]
@@ -438,12 +438,12 @@ def tiny_model(request):
     return models
 
 
-def layout_of(row):
-    """(1, 1, 3, T) of [(prompt tokens, [completion tokens, …]), …]."""
-    segment, completion, position = [], [], []
-    for number, (prompt, completions) in enumerate(row):
-        for which, length in enumerate([prompt, *completions]):
-            start = prompt if which else 0
+def layout_of(row, shared=0):
+    """(1, 1, 3, T) of [(prompt tokens, [completion tokens, …]), …], whose prompts begin with the same `shared` tokens."""
+    segment, completion, position = [0] * shared, [0] * shared, [*range(shared)]
+    for number, (prompt, completions) in enumerate(row, start=1):
+        for which, length in enumerate([prompt - shared, *completions]):
+            start = prompt if which else shared
             segment += [number] * length
             completion += [which] * length
             position += range(start, start + length)
@@ -453,7 +453,8 @@ def layout_of(row):
 def attention_by_definition(query, key, value, layout, scaling, window, softcap, sinks):
     """(1, heads, T, D): every pair of tokens scored, those that must not see each other set to −inf."""
     segment, completion, position = layout[0, 0]
-    visible = (segment[:, None] == segment) & ((completion == 0) | (completion[:, None] == completion))
+    visible = (segment == 0) | (segment[:, None] == segment)
+    visible &= (completion == 0) | (completion[:, None] == completion)
     visible &= position[:, None] >= position
     if window:
         visible &= position > position[:, None] - window
@@ -471,15 +472,18 @@ def attention_by_definition(query, key, value, layout, scaling, window, softcap,
 ROW = [(7, [3, 0, 5, 4]), (4, [2, 9]), (12, [1])]  # 0: a completion of one token, which is no input
 
 
+@pytest.mark.parametrize("shared", [0, 3, 4])  # 4 tokens are the second prompt as a whole
 @pytest.mark.parametrize("rows", [512, 5])
 @pytest.mark.parametrize(
     ("window", "softcap", "with_sinks", "value_size"),
     [(None, None, False, 8), (4, None, False, 8), (None, 2.0, False, 8), (None, None, True, 8), (3, 1.5, True, 5)],
 )
-def test_block_attention_is_attention_by_its_definition(monkeypatch, rows, window, softcap, with_sinks, value_size):
+def test_block_attention_is_attention_by_its_definition(
+    monkeypatch, shared, rows, window, softcap, with_sinks, value_size
+):
     monkeypatch.setattr(train_grpo.BlockAttention, "ROWS", rows)
     torch.manual_seed(0)
-    layout = layout_of(ROW)
+    layout = layout_of(ROW, shared)
     shapes = [(6, 8), (2, 8), (2, value_size)]
     exact = [torch.randn(1, h, layout.shape[-1], d, dtype=torch.float64, requires_grad=True) for h, d in shapes]
     ours = [tensor.detach().float().requires_grad_() for tensor in exact]
@@ -496,11 +500,12 @@ def test_block_attention_is_attention_by_its_definition(monkeypatch, rows, windo
         torch.testing.assert_close(mine.grad.double(), theirs.grad, atol=5e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("shared", [0, 3, 4])
 @pytest.mark.parametrize("window", [None, 4])
-def test_visits_are_the_same_attention_as_causal_pairs(window):
+def test_visits_are_the_same_attention_as_causal_pairs(window, shared):
     """What the flash kernel of a GPU gets, done with torch's own attention: causal, aligned at the last tokens."""
     torch.manual_seed(0)
-    layout = layout_of(ROW)
+    layout = layout_of(ROW, shared)
     query, key, value = (torch.randn(1, heads, layout.shape[-1], 8) for heads in (6, 2, 2))
     seen, query_ends, key_ends = train_grpo.visits(layout[0, 0])
     assert (query_ends[-1], key_ends[-1]) == (layout.shape[-1], len(seen))
@@ -518,7 +523,8 @@ def test_visits_are_the_same_attention_as_causal_pairs(window):
     torch.testing.assert_close(torch.cat(outputs, 2), expected, atol=2e-6, rtol=1e-5)
 
 
-def test_shared_prompts_give_the_gradients_of_separate_rows(tiny_model):
+@pytest.mark.parametrize("shared", [0, 2])  # tokens that all prompts begin with; 2 are the third prompt as a whole
+def test_shared_prompts_give_the_gradients_of_separate_rows(tiny_model, shared):
     """One packed row of three groups against one forward per sample: log-probs, entropies and all gradients."""
     grouped, eager = tiny_model
     generator = torch.Generator().manual_seed(1)
@@ -526,9 +532,12 @@ def test_shared_prompts_give_the_gradients_of_separate_rows(tiny_model):
     def ids(n):
         return torch.randint(0, 97, (n,), generator=generator).tolist()
 
-    groups = [(ids(7), [ids(4), ids(1), ids(9)]), (ids(12), [ids(3), ids(6)]), (ids(2), [ids(5)])]
+    first = ids(shared)
+    sizes = [(7, [4, 1, 9]), (12, [3, 6]), (2, [5])]
+    groups = [(first + ids(n - shared), [ids(length) for length in lengths]) for n, lengths in sizes]
     segments = [Segment(prompt, [(c, [0.0] * len(c), 1.0) for c in completions]) for prompt, completions in groups]
     batch = pack(segments)
+    assert batch.input_ids.numel() == sum(s.num_tokens for s in segments) - 2 * shared
     weights = torch.randn(len(batch.targets), generator=generator)  # one weight a token, so that no error can cancel
 
     policy = train_grpo.Policy(SimpleNamespace(get_base_model=lambda: grouped))
