@@ -281,15 +281,13 @@ def pack(row: list[Segment]) -> Batch:
 
     The row is a tree: what all prompts begin with (instructions, worked examples), the rest of each, their completions.
     """
-    ids, positions, segment_of, completion_of = [], [], [], []  # T each
     sources, targets, logprobs, advantages, sample_of = [], [], [], [], []  # S each
     num_samples = 0
     segments = row or [Segment([0], [([0], [0.0], 0.0)])]
-    ids += os.path.commonprefix([segment.prompt_ids for segment in segments])  # of any sequences, not only of paths
-    shared = len(ids)
-    positions += range(shared)
-    segment_of += [0] * shared
-    completion_of += [0] * shared
+    prompts = [segment.prompt_ids for segment in segments]
+    shared = next((i for i, tokens in enumerate(zip(*prompts)) if len(set(tokens)) > 1), min(map(len, prompts)))
+    ids, positions = prompts[0][:shared], [*range(shared)]  # T each, when all is in
+    segment_of, completion_of = [0] * shared, [0] * shared  # T each
     for number, segment in enumerate(segments, start=1):
         length = len(segment.prompt_ids)
         ids += segment.prompt_ids[shared:]
