@@ -545,6 +545,11 @@ def check_nvfp4(weight: Weight) -> None:
     require(sound, f"{global_scale} must be one float32, not {global_scale.dtype} {list(global_scale.shape)}")
 
 
+def has_experts(folder: str | Path) -> bool:
+    """Whether the checkpoint holds routed experts, matrix by matrix, as packed ones are; reads headers only."""
+    return any(re.search(r"\.experts\.\d+\.", name) for name in read_headers(Path(folder)))
+
+
 def read_json(folder: Path, name: str) -> dict:
     file = folder / name
     return json.loads(file.read_text()) if file.is_file() else {}
@@ -1029,24 +1034,6 @@ def load_lora_state_dict(root: nn.Module, tensors: dict[str, torch.Tensor]) -> N
         require(sound, f"adapter tensor {name} is {list(tensors[name].shape)}, the model has {list(parameter.shape)}")
         local, start, stop = local_part(parameter)
         local.copy_(tensors[name][start:stop])
-
-
-def stack_expert_lora(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The adapter with experts in PEFT's 3-D form, which vLLM wants for models that it loads with 3-D experts (and with
-    `enable_mixed_moe_lora_format`): A (E·r, K) with the rank fastest, B (N, r·E) with the expert fastest."""
-    pattern = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|w1|up_proj|w3|down_proj|w2)\.lora_([AB])\.weight")
-    found = {name: match.groups() for name in tensors if (match := pattern.fullmatch(name))}
-    stacked = {name: tensor for name, tensor in tensors.items() if name not in found}
-    parts = {(path, int(e), leaf, ab): tensors[name] for name, (path, e, leaf, ab) in found.items()}
-    for path in sorted({path for path, *_ in parts}):
-        experts = range(1 + max(e for p, e, *_ in parts if p == path))
-        get = lambda ab, *leaves, path=path, experts=experts: [  # noqa: E731
-            torch.cat([parts[path, e, leaf, ab] for leaf in leaves if (path, e, leaf, ab) in parts]) for e in experts
-        ]
-        for name, leaves in ((f"{path}.base_layer", ("gate_proj", "w1", "up_proj", "w3")), (path, ("down_proj", "w2"))):
-            stacked[f"{name}.lora_A.weight"] = torch.cat(get("A", *leaves[: len(leaves) // 2]))  # gate and up share A
-            stacked[f"{name}.lora_B.weight"] = torch.stack(get("B", *leaves), dim=-1).flatten(1)  # (N, r·E)
-    return stacked
 
 
 def save_adapter(

@@ -472,7 +472,7 @@ def adapted(m: Model, run: Run) -> list[Weight]:
 
 
 def adapter_parameters(m: Model, run: Run) -> int:
-    """Σ r·(out + in)·copies over the adapted matrices."""
+    """Σ r·(out + in)·copies over the adapted matrices; the trainer has less, as gate and up of an expert share their A."""
     return sum(run.lora_rank * (w.out + w.in_) * w.copies for w in adapted(m, run))
 
 
@@ -650,12 +650,15 @@ def budget(run: Run) -> float:
 
 
 def host_memory(m: Model, run: Run) -> dict[str, float]:
-    """Bytes of a node: each rank's process, its engine weights while they sleep at level 1, and the peak of loading,
-    a shard, the largest tensor and 1 GiB (what model_nvfp4.load_weights promises)."""
+    """Bytes of a node: each rank's process and its whole copies of the adapter (the file is in /dev/shm), its engine weights
+    while they sleep at level 1, and the peak of loading, a shard, the largest tensor and 1 GiB (what
+    model_nvfp4.load_weights promises)."""
     ranks = min(run.gpus, run.gpus_per_node)
-    engine = engine_weight_bytes(m, run.tp) + 2 * adapter_parameters(m, run) / run.tp
+    adapter = adapter_parameters(m, run)
+    engine = engine_weight_bytes(m, run.tp) + 2 * adapter / run.tp
     return {
         "processes": ranks * PROCESS * GB,
+        "adapter in fp32: last, next, file": 12 * ranks * adapter,
         "engine weights asleep": ranks * engine if run.sleep == "level1" else 0.0,
         "loading": ranks * (m.bytes / run.shard_size + max(m.sizes) + 2**30),
     }

@@ -119,6 +119,8 @@ def build_engine(
         if not slots:
             raise UserError(f"--lora-rank {max_lora_rank} is above vLLM's largest LoRA slot, {LORA_RANKS[-1]}.")
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": slots[0]}
+        # Else a model that vLLM loads with stacked experts (Qwen3.5) takes an adapter of stacked ones only, not ours by expert.
+        arguments["enable_mixed_moe_lora_format"] = True
     if on_gpu:
         arguments |= {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": sleep != "off"}
         if (

@@ -562,13 +562,18 @@ def adapter_off(policy: nn.Module) -> Any:
     Not peft's `disable_adapter`: it switches requires_grad off meanwhile, and FSDP, should its first forward fall into that,
     takes the adapter for frozen ever after and fails in backward.
     """
-    layers = [module for module in policy.modules() if hasattr(module, "lora_A")]
-    scalings = [layer.scaling for layer in layers]
+    layers = [module for module in policy.modules() if hasattr(module, "lora_A")]  # peft's: a scaling for each adapter
+    experts = [module for module in policy.modules() if hasattr(module, "lora_scaling")]
+    scalings, expert_scalings = [layer.scaling for layer in layers], [module.lora_scaling for module in experts]
     for layer in layers:
         layer.scaling = dict.fromkeys(layer.scaling, 0.0)
+    for module in experts:
+        module.lora_scaling = 0.0
     yield
     for layer, scaling in zip(layers, scalings):
         layer.scaling = scaling
+    for module, scaling in zip(experts, expert_scalings):
+        module.lora_scaling = scaling
 
 
 @torch.no_grad()
@@ -593,6 +598,13 @@ def annotate(
 # Trust: are trainer and engine the same policy?
 
 
+def kind_of(name: str) -> str:
+    """The kind of module that an adapter tensor belongs to: its name, with "experts." before it for a routed expert's, which
+    the engine applies in another place than a layer of the same name."""
+    module = name.split(".")
+    return "experts." * ("experts" in module) + module[-3]
+
+
 def parity_probe(
     engine: Any, policy: nn.Module, adapter: dict[str, torch.Tensor], prompts: list[list[int]], *,
     push: Any, max_tokens: int, max_gap: float,
@@ -605,8 +617,8 @@ def parity_probe(
     its adapted policy. `push(tensors)` hands an adapter to the engine. Raises UserError naming the kind.
     """
     generator, device, results = torch.Generator().manual_seed(0), next(policy.parameters()).device, {}
-    for kind in sorted({name.split(".")[-3] for name in adapter}):
-        noise = {n: torch.randn(t.shape, generator=generator) for n, t in adapter.items() if n.split(".")[-3] == kind}
+    for kind in sorted({kind_of(name) for name in adapter}):
+        noise = {n: torch.randn(t.shape, generator=generator) for n, t in adapter.items() if kind_of(n) == kind}
         for size in (0.1, 0.4, 1.6):  # larger until it shows: how much a module matters differs from model to model
             perturbed = {n: size * noise[n] if n in noise and "lora_B" in n else t for n, t in adapter.items()}
             with awake(engine):
@@ -629,7 +641,7 @@ def parity_probe(
             raise UserError(
                 f"parity probe: with a large adapter on {kind} alone, engine and trainer differ by {used:.3f} nats per token, and "
                 f"by {without:.3f} without it (healthy: below {max_gap}, and several times more). The engine ignores, misplaces "
-                f"or rescales the adapter of {kind}; leave it out of --lora-targets or use another vLLM."
+                f"or rescales the adapter of {kind}; leave it out of --lora-targets (experts: --lora-experts) or use another vLLM."
             )
     return results
 
@@ -900,7 +912,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--model", required=True, help="folder of an NVFP4 checkpoint; `python model_nvfp4.py quantize` makes one")
     add("--lora-rank", type=int, default=16, help="more learns more per step, costs memory and adapter traffic")
     add("--lora-alpha", type=int, default=32, help="the adapter counts alpha / rank; scale it with the rank")
-    add("--lora-targets", default="all-linear", help="comma-separated module names, or all-linear")
+    add("--lora-targets", default="all-linear", help="comma-separated module names, or all-linear (without routed experts)")
+    add("--lora-experts", action="store_true",
+        help="an adapter on every routed expert too: learns more, but is E times as large in memory, checkpoint and each push")
 
     add = parser.add_argument_group("problems").add_argument
     add("--dataset", default="arithmetic", help="arithmetic (made here), a JSONL file, or a Hub name")
@@ -997,6 +1011,10 @@ def check_flags(args: argparse.Namespace, world: int) -> None:
         (args.temperature <= 0,
          f"--temperature {args.temperature}: all samples of a group would be equal; use a value above 0, such as 1."),
         (args.lora_rank > largest, f"--lora-rank {args.lora_rank} is above the largest that vLLM serves, {largest}."),
+        (args.lora_experts and not model_nvfp4.has_experts(args.model),
+         f"--lora-experts: {args.model} has no routed experts in NVFP4; leave the flag out."),
+        (args.lora_experts and args.lora_rank % 8,  # grouped_mm wants rows of 16 bytes
+         f"--lora-experts wants a --lora-rank that 8 divides, such as {-(-args.lora_rank // 8) * 8}; not {args.lora_rank}."),
         (world % args.tp, f"--tp {args.tp} does not divide the {world} ranks; use a divisor of {world}."),
         (args.engine_w4a4 and args.old_logprobs != "trainer",
          "--engine-w4a4 samples from a rounder model than the one trained; add --old-logprobs trainer (importance weights "
@@ -1214,7 +1232,8 @@ def main() -> None:
     say(f"engine: {rollout.kernels(engine)}")
     register_attention()
     lora = {"lora_rank": args.lora_rank, "lora_alpha": args.lora_alpha}
-    model = model_nvfp4.build_model(args.model, **lora, lora_targets=args.lora_targets, attn_implementation="grouped")
+    targets = {"lora_targets": args.lora_targets, "lora_experts": args.lora_experts}
+    model = model_nvfp4.build_model(args.model, **lora, **targets, attn_implementation="grouped")
     policy = Policy(model)
     model_nvfp4.shard(policy, activation_checkpointing=args.activation_checkpointing)
     model_nvfp4.load_weights(policy, args.model, seed=args.seed)

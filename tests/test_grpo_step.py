@@ -47,10 +47,11 @@ def folder(tmp_path_factory):
     return quantized(tiny_checkpoint("Llama", work / "source", tie_word_embeddings=True), work / "nvfp4")
 
 
-def build(folder, dtype=torch.float32, attention="grouped"):
+def build(folder, dtype=torch.float32, attention="grouped", **options):
     """The trainer's policy with real packed layers and an adapter whose B is not zero."""
     train_grpo.register_attention()
-    model = model_nvfp4.build_model(folder, lora_rank=8, lora_alpha=16, dtype=dtype, attn_implementation=attention)
+    options |= {"dtype": dtype, "attn_implementation": attention}
+    model = model_nvfp4.build_model(folder, lora_rank=8, lora_alpha=16, **options)
     model_nvfp4.load_weights(model, folder)
     generator = torch.Generator().manual_seed(1)
     adapter = model_nvfp4.lora_state_dict(model)
@@ -234,6 +235,29 @@ def test_the_base_may_be_the_first_that_is_asked(folder):
     gradients = [p.grad.full_tensor() for n, p in policy.named_parameters() if "lora_B" in n]
     assert all(g.dtype == torch.float32 for g in gradients)
     assert any(g.any() for g in gradients)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_without_its_adapter_a_policy_with_adapted_experts_is_the_base(tmp_path):
+    """The base is computed by the same layers with B = 0, so the log-probs are equal to the bit."""
+    folder = quantized(tiny_checkpoint("Qwen3Moe", tmp_path / "source"), tmp_path / "nvfp4")
+    policy = build(folder, lora_experts=True)
+    batch = pack([Segment([5, 6], [([7, 9, 1], [-5.0] * 3, 1.0)])])
+    adapter = model_nvfp4.lora_state_dict(policy)
+    with torch.no_grad():
+        adapted, _ = token_logprobs(policy, batch, 1.0)
+        with train_grpo.adapter_off(policy):
+            off, _ = token_logprobs(policy, batch, 1.0)
+        again, _ = token_logprobs(policy, batch, 1.0)
+        model_nvfp4.load_lora_state_dict(
+            policy, {k: v * 0 if "lora_B" in k and ".experts." in k else v for k, v in adapter.items()}
+        )
+        attention_only, _ = token_logprobs(policy, batch, 1.0)
+        model_nvfp4.load_lora_state_dict(policy, {k: v * 0 if "lora_B" in k else v for k, v in adapter.items()})
+        base, _ = token_logprobs(policy, batch, 1.0)
+    assert torch.equal(off, base)
+    assert torch.equal(again, adapted)
+    assert (adapted - attention_only).abs().max() > 1e-3, "the experts' adapter must show"
 
 
 # --- Steps that must not happen --------------------------------------------------------------------------------------

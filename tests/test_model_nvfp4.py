@@ -598,29 +598,6 @@ def test_adapter_of_another_shape_is_refused(checkpoint):
         nvfp4.load_lora_state_dict(model, tensors | {name: torch.zeros(2, 64)})
 
 
-def test_expert_lora_in_three_dimensions():
-    """ΔW of expert e by the documented layout (A expert-major, B.reshape(N, r, E)) is what the 2-D tensors give."""
-    experts, r, h, i, base = 3, 4, 6, 5, "base_model.model.model.layers.0.mlp.experts"
-    draw = lambda *shape: torch.randn(shape)  # noqa: E731
-    flat, shared = {"base_model.model.x.lora_A.weight": draw(2, 2)}, [draw(r, h) for _ in range(experts)]
-    for e in range(experts):
-        for leaf, n, a in (("gate_proj", i, shared[e]), ("up_proj", i, shared[e]), ("down_proj", h, draw(r, i))):
-            flat[f"{base}.{e}.{leaf}.lora_A.weight"], flat[f"{base}.{e}.{leaf}.lora_B.weight"] = a, draw(n, r)
-    stacked = nvfp4.stack_expert_lora(flat)
-    assert set(stacked) == {"base_model.model.x.lora_A.weight"} | {
-        f"{base}{middle}.lora_{ab}.weight" for middle in (".base_layer", "") for ab in "AB"
-    }
-    for e in range(experts):
-        delta = lambda leaf, e=e: flat[f"{base}.{e}.{leaf}.lora_B.weight"] @ flat[f"{base}.{e}.{leaf}.lora_A.weight"]  # noqa: E731
-        for middle, expect in (
-            (".base_layer", torch.cat([delta("gate_proj"), delta("up_proj")])),
-            ("", delta("down_proj")),
-        ):
-            a = stacked[f"{base}{middle}.lora_A.weight"].view(experts, r, -1)[e]
-            b = stacked[f"{base}{middle}.lora_B.weight"]
-            torch.testing.assert_close(b.reshape(len(b), r, experts)[:, :, e] @ a, expect)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Traps of others that this file exists to avoid
 

@@ -54,7 +54,8 @@ ARCHITECTURES = {
     "Qwen3Moe": EXPERTS | {"num_experts": 4},
     "Qwen2Moe": EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 32},
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "DeepseekV3": EXPERTS | MLA | GROUPS | {"n_shared_experts": 1},
+    # vLLM makes the router's bias for this method only, which published configs name.
+    "DeepseekV3": EXPERTS | MLA | GROUPS | {"n_shared_experts": 1, "topk_method": "noaux_tc"},
     "Glm4Moe": EXPERTS | GROUPS | {"n_shared_experts": 1},
     "Gemma3": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8},
     "Olmo2": {},

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_model_nvfp4_models import quantized, tiny_checkpoint
 
 import model_nvfp4 as nvfp4
@@ -78,11 +79,14 @@ def tiny_folder(architecture: str, work: Path, dialect: str, a16: bool, **extra)
     """A random checkpoint of sizes that vLLM's CPU attention knows, with a tokenizer, quantized."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
     from transformers import PreTrainedTokenizerFast
 
     source = tiny_checkpoint(architecture, work / "source", **TINY | extra)
     words = Tokenizer(WordLevel({str(i): i for i in range(TINY["vocab_size"])}, unk_token="0"))
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(source)  # vLLM wants one to decode with
+    words.pre_tokenizer = Whitespace()
+    template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    PreTrainedTokenizerFast(tokenizer_object=words, chat_template=template).save_pretrained(source)
     return quantized(source, work / f"{dialect}-{'a16' if a16 else 'a4'}", dialect=dialect, a16=a16)
 
 
@@ -116,6 +120,43 @@ def test_qwen3_moe(tmp_path, dialect, a16):
     Small weights: with weights of unit gain, rounding to bf16 alone flips the router and moves log-probs by .02.
     """
     check(tiny_folder("Qwen3Moe", tmp_path, dialect, a16, std=0.02), ATTENTION, "o_proj+experts")
+
+
+def test_experts_are_trained_probed_saved_and_resumed(tmp_path):
+    """train_grpo.py as a user runs it, one step and, in a new process, one more."""
+    folder = tiny_folder("Qwen3Moe", tmp_path, "compressed-tensors", True, std=0.02)
+    rows = [json.dumps({"problem": f"{i} {i + 7} {3 * i}", "answer": "2"}) for i in range(10, 18)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    reward = "def even(completion, reference):\n    return sum(int(word) % 2 == 0 for word in completion.split())\n"
+    (tmp_path / "reward.py").write_text(reward)
+    words = ["--model", folder, "--dataset", tmp_path / "rows.jsonl", "--prompt-template", "{problem}", "--heldout", 0]
+    words += ["--reward", f"{tmp_path}/reward.py:even", "--lora-experts", "--lora-targets", "o_proj", "--lora-rank", 8]
+    words += ["--prompts", 2, "--group-size", 4, "--completion-tokens", 12, "--runs-dir", tmp_path, "--run-name", "run"]
+    printed = []
+    for steps in (1, 2):
+        command = [sys.executable, "train_grpo.py", *map(str, words), "--keep", "1", "--steps", str(steps)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0, done.stderr[-3000:]
+        printed.append(done.stdout)
+    for text in printed:
+        assert "uses the adapter on experts.down_proj, experts.gate_proj, experts.up_proj, o_proj;" in text
+    assert "going on after step 1" in printed[1]
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [m["step"] for m in metrics] == [1, 2]
+    assert all(m["grad_norm"] > 0 and m["gap"] < 0.012 for m in metrics), metrics
+
+    first, second = [load_file(folder / "adapter_model.safetensors") for folder in checkpoints(tmp_path / "run")]
+    b = [name for name in second if ".experts." in name and name.endswith(".lora_B.weight")]
+    assert len(b) == 2 * 8 * 3, "layers × experts × matrices"
+    for tensors in (first, second):
+        assert sum(tensors[name].any().item() for name in b) > len(b) / 2, "most experts get tokens, and so a gradient"
+    assert any(not torch.equal(first[name], second[name]) for name in b)
+    moments = load_file(checkpoints(tmp_path / "run")[1] / "optimizer.safetensors")
+    assert any(".experts.gate_up_proj_lora_B|exp_avg" in name and moment.any() for name, moment in moments.items())
+
+
+def checkpoints(run: Path) -> list[Path]:
+    return sorted((run / "checkpoint").glob("step-*"))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from test_model_nvfp4_models import quantized, tiny_checkpoint
 
 import report
 import train_grpo
@@ -613,6 +614,18 @@ def test_flags_that_cannot_work_say_what_does(words, world, sentence):
     args = train_grpo.parse_args(["--model", "m", *words])
     with pytest.raises(UserError, match=sentence):
         train_grpo.check_flags(args, world)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "rank", "sentence"), [("Llama", 8, "no routed experts"), ("Qwen3Moe", 12, "16")]
+)
+def test_an_adapter_on_experts_wants_experts_and_a_rank_that_can_be_grouped(tmp_path, architecture, rank, sentence):
+    folder = str(quantized(tiny_checkpoint(architecture, tmp_path / "source"), tmp_path / "nvfp4"))
+    words = ["--model", folder, "--lora-experts", "--lora-rank"]
+    with pytest.raises(UserError, match=sentence):
+        train_grpo.check_flags(train_grpo.parse_args([*words, str(rank)]), world=1)
+    if architecture == "Qwen3Moe":
+        train_grpo.check_flags(train_grpo.parse_args([*words, "16"]), world=1)
 
 
 def test_the_gate_names_what_to_check():

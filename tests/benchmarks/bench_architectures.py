@@ -8,6 +8,7 @@ layers. A row passes by the bars of tests/test_model_nvfp4_vllm.py; otherwise it
 
 import json
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -36,6 +37,7 @@ def in_a_child(name: str) -> str:
     with tempfile.TemporaryDirectory() as work:
         child = os.fork()
         if child == 0:
+            signal.alarm(600)  # one that hangs must not keep the others waiting
             log = os.open(Path(work) / "log", os.O_WRONLY | os.O_CREAT)
             os.dup2(log, 1), os.dup2(log, 2)
             try:
