@@ -325,7 +325,7 @@ def smollm(tmp_path_factory):
 
 def command(ranks, model, out):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks, "--standalone"]
-    flags = ["--benchmark", "aime2024", "--data-dir", DATA, "--k", 8, "--max-tokens", 8, "--exact"]
+    flags = ["--benchmark", "aime2024", "--data-dir", DATA, "--k", 8, "--max-tokens", 4, "--exact"]
     return [str(word) for word in [*torchrun, ROOT / "eval_aime.py", "--model", model, *flags, "--out", out]]
 
 
