@@ -4,6 +4,7 @@ pytest tests/test_model_nvfp4_ranks.py
 """
 
 import json
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -17,6 +18,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import model_nvfp4 as nvfp4
+
+# The ranks of most tests are forks of one process that has imported this already, which is most of a rank's time. Of pytest's
+# own they cannot be forks: once another test has called `backward` there, autograd refuses to work in its children.
+multiprocessing.set_forkserver_preload(["torch.distributed.fsdp", "peft", "transformers", "model_nvfp4"])
 
 ROWS = TOKENS.repeat(2, 1)[:4]  # 4 rows, so that 1, 2 and 4 ranks get equal shares
 
@@ -89,7 +94,7 @@ PORT = [29650 + os.getpid() % 300]
 def run(world, folder, tmp_path, **options):
     PORT[0] += 1
     out = tmp_path / f"result_{PORT[0]}.pt"
-    mp.spawn(step, args=(world, folder, PORT[0], out, options), nprocs=world)
+    mp.start_processes(step, (world, folder, PORT[0], out, options), nprocs=world, start_method="forkserver")
     return torch.load(out)
 
 
@@ -184,7 +189,8 @@ def get_model_state_dict_keys(rank, folder, port, out):
 def test_state_dict_without_frozen_parameters_is_the_adapter_alone(dense_folder, tmp_path):
     """A persistent scale buffer would be among them. (The second name of tied embeddings is: a quirk of torch.)"""
     PORT[0] += 1
-    mp.spawn(get_model_state_dict_keys, args=(dense_folder, PORT[0], tmp_path / "keys.json"), nprocs=2)
+    args = dense_folder, PORT[0], tmp_path / "keys.json"
+    mp.start_processes(get_model_state_dict_keys, args, nprocs=2, start_method="forkserver")
     keys = json.loads((tmp_path / "keys.json").read_text())
     assert len(keys) == 2 * 7 * 2 + 1, "layers · linears · (A, B), and the tied head"
     assert all("lora_" in key for key in keys if not key.endswith("lm_head.weight"))
@@ -215,6 +221,7 @@ def test_loading_needs_the_shard_and_one_tensor(tmp_path):
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "vocab_size": 32000}
     folder = quantized(tiny_checkpoint("Llama", tmp_path / "source", **sizes), tmp_path / "nvfp4")
     PORT[0] += 1
+    # Not a fork, whose first touch of each page of a library would count.
     mp.spawn(peak_of_loading, args=(2, folder, PORT[0], tmp_path / "peak.json"), nprocs=2)
     peak = json.loads((tmp_path / "peak.json").read_text())
     largest = 32000 * 1024 * 2
