@@ -8,6 +8,7 @@ reference, or from mathematics.
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -433,20 +434,28 @@ def dense_tensors(checkpoint):
     return load_file(dequantized(checkpoint, folder) / "model.safetensors").values()
 
 
-def test_commands(source, tmp_path):
-    """The user's commands: quantize, again (nothing to do), inspect, and a wrong checksum."""
-    run = lambda *args: subprocess.run(  # noqa: E731
-        [sys.executable, nvfp4.__file__, *map(str, args)], capture_output=True, text=True
-    )
-    first = run("quantize", source, tmp_path / "out", "--a16")
+def test_commands(source, tmp_path, monkeypatch, capsys):
+    """The user's commands: quantize (a process of its own), again (nothing to do), inspect, and a wrong checksum."""
+
+    def run(*args):
+        """(exit code, what was printed)"""
+        monkeypatch.setattr(sys, "argv", [nvfp4.__file__, *map(str, args)])
+        code = 0
+        try:
+            runpy.run_path(nvfp4.__file__, run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+        return code, capsys.readouterr()
+
+    command = [sys.executable, nvfp4.__file__, "quantize", source, tmp_path / "out", "--a16"]
+    first = subprocess.run(command, capture_output=True, text=True)
     assert first.returncode == 0, first.stderr
-    assert "complete already" in run("quantize", source, tmp_path / "out", "--a16").stdout
-    table = run("inspect", tmp_path / "out").stdout
-    assert "model.layers.*.self_attn.q_proj.weight" in table
-    wrong = run("quantize", source / "model.safetensors", tmp_path / "x", "--sha256", "00")
-    assert wrong.returncode == 2
-    assert wrong.stderr.count("\n") == 1
-    assert "sha256" in wrong.stderr
+    assert "complete already" in run("quantize", source, tmp_path / "out", "--a16")[1].out
+    assert "model.layers.*.self_attn.q_proj.weight" in run("inspect", tmp_path / "out")[1].out
+    code, printed = run("quantize", source / "model.safetensors", tmp_path / "x", "--sha256", "00")
+    assert code == 2
+    assert printed.err.count("\n") == 1
+    assert "sha256" in printed.err
 
 
 # ----------------------------------------------------------------------------------------------------------------------
