@@ -3,11 +3,13 @@ Llama and a tiny Qwen3-MoE. The real SmolLM2 runs in tests/test_main_job.py, wit
 
     pytest -m slow tests/test_model_nvfp4_vllm.py
 
-Each case runs in a process of its own (an engine cannot be rebuilt cleanly), through the trainer's own functions on both
-sides: rollout.py builds the engine, takes the adapter folder and samples; model_nvfp4.py scores the sampled tokens.
+Each case runs in a process of its own (an engine cannot be rebuilt cleanly), a fork of one that has imported vLLM; through the
+trainer's own functions on both sides: rollout.py builds the engine, takes the adapter folder and samples; model_nvfp4.py scores
+the sampled tokens.
 """
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -36,7 +38,6 @@ def compare(folder: str, *adapters: str) -> dict[str, dict[str, float]]:
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
     draw = torch.Generator().manual_seed(2)
     prompts = [torch.randint(5, vocabulary, (12,), generator=draw).tolist() for _ in range(32)]
-    rollout.prepare_cpu()
     engine = rollout.build_engine(str(folder), max_model_len=128, max_lora_rank=8)
     for version, name in enumerate(adapters):
         targets, experts = name.removesuffix("+experts"), name.endswith("+experts")
@@ -90,36 +91,41 @@ def tiny_folder(architecture: str, work: Path, dialect: str, a16: bool, **extra)
     return quantized(source, work / f"{dialect}-{'a16' if a16 else 'a4'}", dialect=dialect, a16=a16)
 
 
-def check(folder: Path, *adapters: str) -> None:
+ATTENTION, MLP = "q_proj,k_proj,v_proj,o_proj", "gate_proj,up_proj,down_proj"
+FOLDERS = [(dialect, a16) for dialect in ("compressed-tensors", "modelopt") for a16 in (True, False)]
+# For experts small weights: with weights of unit gain, rounding to bf16 alone flips the router and moves log-probs by .02.
+# Their adapter is on attention, and on the experts too (vLLM refuses one on experts alone).
+ADAPTERS = {"Llama": (0.0, [ATTENTION, MLP]), "Qwen3Moe": (0.02, [ATTENTION, "o_proj+experts"])}
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """({(architecture, dialect, a16): what `compare` found}, what was said on stderr)."""
+    work, cases, keys = tmp_path_factory.mktemp("vllm"), [], {}
+    for architecture, (std, adapters) in ADAPTERS.items():
+        for dialect, a16 in FOLDERS:
+            folder = str(tiny_folder(architecture, work / architecture, dialect, a16, std=std))
+            keys[folder] = architecture, dialect, a16
+            cases.append([folder, *adapters])
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    command = [sys.executable, __file__, str(folder), *adapters]
+    command = [sys.executable, __file__, json.dumps(cases)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-3000:]
-    results = json.loads(done.stdout.strip().splitlines()[-1])
-    assert results.keys() == set(adapters)
-    for name, result in results.items():
-        print(folder.name, name, result)
+    results = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    return {keys[folder]: found for folder, found in results}, done.stderr
+
+
+@pytest.mark.parametrize(("dialect", "a16"), FOLDERS)
+@pytest.mark.parametrize("architecture", ADAPTERS)
+def test_vllm_and_the_trainer_agree(compared, architecture, dialect, a16):
+    results, errors = compared
+    case = architecture, dialect, a16
+    assert case in results, errors[-5000:]
+    assert list(results[case]) == ADAPTERS[architecture][1]
+    for adapter, result in results[case].items():
+        print(case, adapter, result)
         assert result["base"] <= 0.012
         assert result["adapter"] <= 0.02
         assert result["effect"] >= 3 * result["adapter"], "the adapter is too small to show that vLLM applies it"
-
-
-ATTENTION, MLP = "q_proj,k_proj,v_proj,o_proj", "gate_proj,up_proj,down_proj"
-FOLDERS = [(dialect, a16) for dialect in ("compressed-tensors", "modelopt") for a16 in (True, False)]
-
-
-@pytest.mark.parametrize(("dialect", "a16"), FOLDERS)
-def test_llama(tmp_path, dialect, a16):
-    check(tiny_folder("Llama", tmp_path, dialect, a16), ATTENTION, MLP)
-
-
-@pytest.mark.parametrize(("dialect", "a16"), FOLDERS)
-def test_qwen3_moe(tmp_path, dialect, a16):
-    """With the adapter on attention, and on the experts too (vLLM refuses one on experts alone).
-
-    Small weights: with weights of unit gain, rounding to bf16 alone flips the router and moves log-probs by .02.
-    """
-    check(tiny_folder("Qwen3Moe", tmp_path, dialect, a16, std=0.02), ATTENTION, "o_proj+experts")
 
 
 def test_experts_are_trained_probed_saved_and_resumed(tmp_path):
@@ -159,5 +165,17 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted((run / "checkpoint").glob("step-*"))
 
 
+def tell(folder: str, *adapters: str) -> None:
+    print("FOUND", json.dumps([folder, compare(folder, *adapters)]), flush=True)
+
+
 if __name__ == "__main__":
-    print(json.dumps(compare(*sys.argv[1:])))
+    import rollout
+
+    rollout.prepare_cpu()
+    from vllm import LLM  # noqa: F401  the import that all forks share
+
+    for case in json.loads(sys.argv[1]):
+        process = multiprocessing.get_context("fork").Process(target=tell, args=case)
+        process.start()
+        process.join()

@@ -8,7 +8,7 @@ test below checks that every test named here exists.
  2. unsloth 8701: rollouts from the base, all losses finite. As 1, and another adapter gives other samples:
     test_the_probe_finds_an_adapter_that_the_engine_ignores
  3. unsloth-zoo 1250, vLLM 41754: an adapter loaded and ignored. The probe asks for each kind of module:
-    test_the_probe_finds_an_adapter_that_the_engine_ignores, test_qwen3_moe
+    test_the_probe_finds_an_adapter_that_the_engine_ignores, test_vllm_and_the_trainer_agree
  4. unsloth-zoo 942: gate in the slot of up; scaled again at each sync. Slices apart, and eight syncs are one:
     test_lora_on_a_cpu_is_x_a_b, test_the_probe_finds_an_adapter_that_the_engine_ignores
  5. unsloth-zoo 919, verl 7453: names of stacked projections. We send PEFT's names and stock peft and vLLM read them:
@@ -60,7 +60,7 @@ test below checks that every test named here exists.
 33. vLLM 54974, TRT-LLM 14199: one global scale for fused layers: test_check_checkpoint_names_the_fault,
     test_unequal_global_scales_are_rewritten_where_that_is_exact
 34. QeRL 14, 21: published figures without the recipe. Flags, versions and commit are in config.json: test_the_users_command
-35. SkyRL 1776: KL explodes on a mixture of experts: test_qwen3_moe, test_expert_lora_equals_merged_weights
+35. SkyRL 1776: KL explodes on a mixture of experts: test_vllm_and_the_trainer_agree, test_expert_lora_equals_merged_weights
 """
 
 import re
