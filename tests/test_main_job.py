@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import model_nvfp4
 import report
 import train_grpo
 from model_nvfp4 import UserError, decode_reference
@@ -256,14 +257,49 @@ def test_kill_9_at_any_instant_then_the_same_command(undisturbed, tmp_path):
     assert accuracies[0] == accuracies[1]
 
 
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """(a random Qwen3 of two layers, problems for it, a checkpoint of step 4): for what asks for no knowledge.
+
+    Its words are numbers and six boxes, so that a random completion is right about once in seven times.
+    """
+    from test_model_nvfp4_models import quantized, tiny_checkpoint
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    work = tmp_path_factory.mktemp("tiny")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 64, "vocab_size": 64, "max_position_embeddings": 512}
+    source = tiny_checkpoint("Qwen3", work / "source", std=0.02, **sizes)
+    words = [*map(str, range(40)), *(rf"\boxed{{{i}}}" for i in range(1, 7)), *map(str, range(46, 64))]
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    tokenizer.save_pretrained(source)
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 11]}))
+    folder = quantized(source, work / "nvfp4")
+    data = lines(work / "data.jsonl", *[{"problem": f"{12 + i} {39 - i}", "answer": "1"} for i in range(20)])
+    model, draw = model_nvfp4.build_model(folder, lora_rank=16, lora_alpha=32), torch.Generator().manual_seed(1)
+    model_nvfp4.load_weights(model, folder)
+    adapter = {n: t.float() for n, t in model_nvfp4.lora_state_dict(model).items()}
+    adapter = {n: t + 0.05 * torch.randn(t.shape, generator=draw) if "lora_B" in n else t for n, t in adapter.items()}
+    config = {"lora_rank": 16, "lora_alpha": 32, "base_model": str(folder)}
+    train_grpo.save_checkpoint(work, 4, adapter, {}, config, keep=0)
+    return folder, data, work / "checkpoint" / "step-000004"
+
+
 @pytest.mark.slow
-def test_two_ranks_train_and_one_goes_on(tmp_path):
+def test_two_ranks_train_and_one_goes_on(tiny, tmp_path):
     """Two ranks, then the same run on one: the checkpoint does not know how many there were."""
-    words = [*SMALL, "--runs-dir", tmp_path, "--run-name", "ranks", "--no-probe"]
+    model, data, _ = tiny
+    words = [*SMALL, "--model", model, "--dataset", data, "--prompt-template", "{problem}"]
+    words += ["--runs-dir", tmp_path, "--run-name", "ranks", "--no-probe"]
     launch(*words, "--steps", 2, ranks=2)
     launch(*words, "--steps", 3, ranks=1)
     metrics = read_jsonl(tmp_path / "ranks" / "metrics.jsonl")
     assert [m["step"] for m in metrics] == [1, 2, 3]
+    assert any(m["grad_norm"] > 0 for m in metrics)
     samples = read_jsonl(tmp_path / "ranks" / "samples.jsonl")
     assert len({s["seed"] for s in samples}) == len(samples) == 3 * 4 * 6
     assert len({s["completion"] for s in samples if s["step"] == 1}) > 4  # ranks do not repeat each other
@@ -296,15 +332,16 @@ except UserError as error:
 
 
 @pytest.fixture(scope="module")
-def watched(undisturbed, tmp_path_factory):
+def watched(tiny, tmp_path_factory):
     """Twelve steps at a learning rate of zero from a trained adapter, every option on; then the loss is NaN until it stops."""
     runs = tmp_path_factory.mktemp("watched")
     script = runs / "watched.py"
     script.write_text(WATCHED_SCRIPT.format(project=str(PROJECT)))
-    start = undisturbed[0] / "checkpoint" / "step-000004"
-    options = ["--prompts", "4", "--group-size", "6", "--heldout", "0", "--completion-tokens", "24", "--no-probe"]
+    model, data, start = tiny
+    options = ["--dataset", str(data), "--prompt-template", "{problem}"]
+    options += ["--prompts", "4", "--group-size", "6", "--heldout", "0", "--completion-tokens", "24", "--no-probe"]
     options += ["--refill", "1", "--format-bonus", "0.1", "--kl-coef", "0.01", "--lr", "0", "--steps", "99"]
-    command = [sys.executable, str(script), "16", "--model", str(MODEL), "--resume", str(start), *options]
+    command = [sys.executable, str(script), "16", "--model", str(model), "--resume", str(start), *options]
     command += ["--runs-dir", str(runs), "--run-name", "watched"]
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 2, done.stdout[-2000:] + done.stderr[-3000:]
@@ -321,7 +358,7 @@ def test_without_learning_the_gap_stays_flat(watched):
     print(f"|Δlogp| early {early}, late {late}")
     assert sum(late) / len(late) < 1.6 * sum(early) / len(early)
     # ms-swift 8233: after a resume the adapter counted twice. Here it counts as before the stop.
-    assert max(gaps) < 0.06
+    assert max(gaps) < 0.01
     assert all(m["reference_kl"] > 0 for m in metrics if m["trained_tokens"])  # --kl-coef asks the base, not the policy
     assert all(m["skipped"] == 0 for m in metrics)
 
@@ -366,70 +403,78 @@ sys.path.insert(0, {project!r})
 import model_nvfp4, train_grpo
 from rollout import Sample
 
-model_dir, dtype, num_groups, out = sys.argv[1], getattr(torch, sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+model_dir, out = sys.argv[1:]
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 train_grpo.register_attention()
-model = model_nvfp4.build_model(model_dir, lora_rank=8, lora_alpha=16, dtype=dtype, attn_implementation="grouped")
-policy = train_grpo.Policy(model)
-model_nvfp4.shard(policy, dtype=dtype)
-model_nvfp4.load_weights(policy, model_dir, seed=0)
-policy.eval()
-generator = torch.Generator().manual_seed(0)
-tensors = model_nvfp4.lora_state_dict(policy)  # B is zero at the start, and so would be the gradient of A
-model_nvfp4.load_lora_state_dict(policy, {{k: v + 0.02 * torch.randn(v.shape, generator=generator) for k, v in tensors.items()}})
-def ids(n):
-    return torch.randint(100, 40000, (n,), generator=generator).tolist()
-samples, advantages = [], []
-for group in range(num_groups):
-    prompt = ids(12 + 7 * group)
-    for member in range(3):
-        completion = ids(2 + 3 * member + group)
-        samples.append(Sample(prompt, completion, [-9.0] * len(completion), "", "stop", 0))
-advantages = torch.randn(num_groups, 3, generator=generator)
-segments = train_grpo.make_segments(samples, advantages, max_tokens=64)
-num_tokens = sum(len(c) for s in segments for c, _, _ in s.completions)
-loss_sum = 0.0
-for row in train_grpo.balance(segments, world, 64)[rank]:
-    batch = train_grpo.pack(row)
-    logprobs, _ = train_grpo.token_logprobs(policy, batch, 1.0)
-    old = logprobs.detach() - 0.1 * torch.sign(batch.advantages)  # off policy, ratio 1.1 or .9: inside the clip
-    loss, _ = train_grpo.policy_loss(logprobs, old, batch.advantages, batch.samples, num_tokens)
-    (loss * batch.weight * world).backward()
-gradients = {{n: p.grad.full_tensor() for n, p in policy.named_parameters() if p.requires_grad}}
+gradients = {{}}
+for dtype in (torch.float32, torch.bfloat16):
+    model = model_nvfp4.build_model(model_dir, lora_rank=8, lora_alpha=16, dtype=dtype, attn_implementation="grouped")
+    policy = train_grpo.Policy(model)
+    model_nvfp4.shard(policy, dtype=dtype)
+    model_nvfp4.load_weights(policy, model_dir, seed=0)
+    policy.eval()
+    generator = torch.Generator().manual_seed(0)
+    tensors = model_nvfp4.lora_state_dict(policy)  # B is zero at the start, and so would be the gradient of A
+    tensors = {{k: v + 0.02 * torch.randn(v.shape, generator=generator) for k, v in tensors.items()}}
+    model_nvfp4.load_lora_state_dict(policy, tensors)
+    def ids(n):
+        return torch.randint(100, 40000, (n,), generator=generator).tolist()
+    for num_groups in (5, 1):
+        samples = []
+        for group in range(num_groups):
+            prompt = ids(12 + 7 * group)
+            for member in range(3):
+                completion = ids(2 + 3 * member + group)
+                samples.append(Sample(prompt, completion, [-9.0] * len(completion), "", "stop", 0))
+        advantages = torch.randn(num_groups, 3, generator=generator)
+        segments = train_grpo.make_segments(samples, advantages, max_tokens=64)
+        num_tokens = sum(len(c) for s in segments for c, _, _ in s.completions)
+        policy.zero_grad()
+        for row in train_grpo.balance(segments, world, 64)[rank]:
+            batch = train_grpo.pack(row)
+            logprobs, _ = train_grpo.token_logprobs(policy, batch, 1.0)
+            old = logprobs.detach() - 0.1 * torch.sign(batch.advantages)  # off policy, ratio 1.1 or .9: inside the clip
+            loss, _ = train_grpo.policy_loss(logprobs, old, batch.advantages, batch.samples, num_tokens)
+            (loss * batch.weight * world).backward()
+        case = f"{{str(dtype).removeprefix('torch.')}}, {{num_groups}} groups"
+        trained = {{n: p for n, p in policy.named_parameters() if p.requires_grad}}
+        gradients[case] = {{n: p.grad.full_tensor().clone() for n, p in trained.items()}}  # clipped in place below
+        before = model_nvfp4.lora_state_dict(policy)  # a loss that is NaN on one rank alone: nobody steps
+        optimizer = torch.optim.AdamW(trained.values(), lr=1.0)
+        loss = torch.tensor(float("nan") if rank == world - 1 else 0.0)
+        norm = train_grpo.optimizer_step(optimizer, loss, num_tokens, 1.0)
+        assert norm != norm
+        assert all(torch.equal(before[k], v) for k, v in model_nvfp4.lora_state_dict(policy).items())
 if rank == 0:
     torch.save(gradients, out)
-before = model_nvfp4.lora_state_dict(policy)  # a loss that is NaN on one rank alone: nobody steps
-optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=1.0)
-norm = train_grpo.optimizer_step(optimizer, torch.tensor(float("nan") if rank == world - 1 else 0.0), num_tokens, 1.0)
-assert norm != norm
-assert all(torch.equal(before[k], v) for k, v in model_nvfp4.lora_state_dict(policy).items())
 dist.barrier()
 dist.destroy_process_group()
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 2e-2)])
-@pytest.mark.parametrize("groups", [5, 1])  # with one group the second rank has nothing to do and must not hang
-def test_two_ranks_have_the_gradient_of_one(dtype, tolerance, groups, tmp_path):
+def test_two_ranks_have_the_gradient_of_one(tmp_path):
+    """With one group the second rank has nothing to do and must not hang."""
     script = tmp_path / "gradient.py"
     script.write_text(GRADIENT_SCRIPT.format(project=str(PROJECT)))
-    gradients = []
+    sides = []
     for ranks in (1, 2):
         out = tmp_path / f"{ranks}.pt"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        command += [str(script), str(MODEL), dtype, str(groups), str(out)]
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=300, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
-        )
+            [*command, str(script), str(MODEL), str(out)],
+            capture_output=True, text=True, timeout=600, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
-        gradients.append(torch.load(out))
-    one, two = (torch.cat([g.flatten() for g in side.values()]) for side in gradients)
-    assert one.norm() > 0
-    error = ((one - two).norm() / one.norm()).item()
-    print(f"two ranks against one, {dtype}, {groups} groups: {error:.1e}")
-    assert error < tolerance
+        sides.append(torch.load(out))
+    assert list(sides[0]) == ["float32, 5 groups", "float32, 1 groups", "bfloat16, 5 groups", "bfloat16, 1 groups"]
+    for case in sides[0]:
+        one, two = (torch.cat([g.flatten() for g in side[case].values()]) for side in sides)
+        assert one.norm() > 0
+        error = ((one - two).norm() / one.norm()).item()
+        print(f"two ranks against one, {case}: {error:.1e}")
+        assert error < (1e-3 if "float32" in case else 2e-2), case
 
 
 PROBE_SCRIPT = """
@@ -451,8 +496,8 @@ policy = train_grpo.Policy(
 model_nvfp4.shard(policy)
 model_nvfp4.load_weights(policy, model_dir)
 adapter = model_nvfp4.lora_state_dict(policy)
-problems = train_grpo.arithmetic_problems(0)[0][:4]
-prompts = rollout.encode_prompts(engine.get_tokenizer(), [p.messages for p in problems])
+draw = torch.Generator().manual_seed(1)
+prompts = [torch.randint(12, 40, (n,), generator=draw).tolist() for n in (12, 20, 9, 33)]
 
 def push(tensors, only=lambda name: True):
     kept = {{name: t if only(name) else adapter[name] for name, t in tensors.items()}}
@@ -471,7 +516,6 @@ except model_nvfp4.UserError as error:
     print("STOPPED", error)
 
 # The temperature is in the log-probs of both sides (NeMo-RL 714, 3392): on, above and below 1.
-draw = torch.Generator().manual_seed(1)
 adapter = {{n: t + 0.02 * torch.randn(t.shape, generator=draw) if "lora_B" in n else t for n, t in adapter.items()}}
 model_nvfp4.load_lora_state_dict(policy, adapter)
 
@@ -504,17 +548,18 @@ rollout.shutdown(engine)
 
 
 @pytest.mark.slow
-def test_the_probe_finds_an_adapter_that_the_engine_ignores(tmp_path):
+def test_the_probe_finds_an_adapter_that_the_engine_ignores(tiny, tmp_path):
     script = tmp_path / "probe.py"
     script.write_text(PROBE_SCRIPT.format(project=str(PROJECT)))
-    command = [sys.executable, str(script), str(MODEL), str(tmp_path / "adapter")]
+    command = [sys.executable, str(script), str(tiny[0]), str(tmp_path / "adapter")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     kinds = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     assert f"KINDS {kinds}" in done.stdout
     assert re.search(r"STOPPED parity probe: with a large adapter on up_proj alone", done.stdout), done.stdout
     gaps, wrong = (json.loads(re.search(rf"{word} (\[.*\])", done.stdout)[1]) for word in ("GAPS", "WRONG"))
-    assert max(gaps) < 0.06, gaps
+    print(f"|Δlogp| at three temperatures {gaps}, scored at another {wrong}")
+    assert max(gaps) < 0.02, gaps
     assert min(wrong) > 2 * max(gaps), (wrong, gaps)  # another temperature or its inverse stands out
     assert "SAME True" in done.stdout
     assert "OTHER True" in done.stdout
