@@ -1,5 +1,6 @@
 """The main job as a user runs it: launch.sh, torchrun, kill -9, bad input. Everything real: vLLM, FSDP2, peft, the embedded
-model. `bash launch.sh test tests/test_main_job.py`; `-m "not slow"` keeps the checks of bad input only."""
+model (a tiny random one where its knowledge is not the point). `bash launch.sh test tests/test_main_job.py`; `-m "not slow"` keeps
+the checks of bad input only."""
 
 import json
 import os
@@ -333,7 +334,7 @@ except UserError as error:
 
 @pytest.fixture(scope="module")
 def watched(tiny, tmp_path_factory):
-    """Twelve steps at a learning rate of zero from a trained adapter, every option on; then the loss is NaN until it stops."""
+    """Twelve steps at a learning rate of zero from a checkpoint, every option on; then the loss is NaN until it stops."""
     runs = tmp_path_factory.mktemp("watched")
     script = runs / "watched.py"
     script.write_text(WATCHED_SCRIPT.format(project=str(PROJECT)))
