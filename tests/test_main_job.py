@@ -560,7 +560,7 @@ def test_the_probe_finds_an_adapter_that_the_engine_ignores(tiny, tmp_path):
     assert re.search(r"STOPPED parity probe: with a large adapter on up_proj alone", done.stdout), done.stdout
     gaps, wrong = (json.loads(re.search(rf"{word} (\[.*\])", done.stdout)[1]) for word in ("GAPS", "WRONG"))
     print(f"|Δlogp| at three temperatures {gaps}, scored at another {wrong}")
-    assert max(gaps) < 0.02, gaps
+    assert max(gaps) < 0.06, gaps
     assert min(wrong) > 2 * max(gaps), (wrong, gaps)  # another temperature or its inverse stands out
     assert "SAME True" in done.stdout
     assert "OTHER True" in done.stdout
