@@ -100,6 +100,11 @@ def build_engine(
         prepare_cpu()
 
     from vllm import LLM
+    from vllm.model_executor.models.transformers import base as through_transformers
+
+    # A model that vLLM has no class of its own for runs as transformers' class, which vLLM rewrites in place to compile it.
+    # It is the trainer's class too, and would then ask for the engine's settings wherever it is built.
+    through_transformers.Base._decorate_for_torch_compile = lambda self: None
 
     arguments: dict[str, Any] = {
         "model": str(model_dir),
