@@ -104,7 +104,9 @@ def open_run(args: argparse.Namespace) -> tuple[Path, Path | None]:
         return run_dir, None
     if args.resume == "never" and not restarted:
         raise UserError(f"{run_dir} exists and --resume never forbids going on; choose another --run-name.")
-    then, now = saved["flags"], json.loads(json.dumps(vars(args)))
+    now = json.loads(json.dumps(vars(args)))
+    off = {name: value and False for name, value in now.items()}  # what a flag was in a run older than it
+    then = off | saved["flags"]
     differing = sorted(k for k in now.keys() | then.keys() if k not in FREE_FLAGS and now.get(k) != then.get(k))
     if differing:
         told = ", ".join(f"--{k.replace('_', '-')} {then.get(k)} then, {now.get(k)} now" for k in differing)

@@ -329,6 +329,17 @@ def test_a_restarted_job_goes_on_whatever_it_was_started_with(words, tmp_path, m
         report.open_run(args)
 
 
+def test_a_run_made_before_a_flag_existed_goes_on_without_it(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    args = parsed(tmp_path)
+    older = {name: value for name, value in vars(args).items() if name != "lora_experts"}
+    (run / "config.json").write_text(json.dumps({"flags": older}))
+    assert report.open_run(args) == (run, None)
+    with pytest.raises(UserError, match="--lora-experts False then, True now"):
+        report.open_run(parsed(tmp_path, "--lora-experts"))
+
+
 def test_the_lock_waits_for_the_writer_before(tmp_path):
     lock = f"import fcntl, time; f = open({str(tmp_path / '.lock')!r}, 'w'); fcntl.flock(f, fcntl.LOCK_EX)"
     holder = lock + "; print(1, flush=True); time.sleep(.5)"
