@@ -179,9 +179,6 @@ def encode_rows(weight, global_scale, factors):
         scale = (largest * factor / (6 * global_scale)).clamp(max=448).to(torch.float8_e4m3fn)
         # All-zero block: any scale does, compressed-tensors writes 1/8.
         scale = torch.where(scale.float() == 0, 0.125, scale.float())  # (N, K/16)
-        if len(factors) == 1:
-            best = scale
-            break
         scaled = size / (scale * global_scale).unsqueeze(-1)  # (N, K/16, 16)
         # The grid's step is .5 to 2, 1 to 4, 2 to 6; torch rounds ties to even, and here that is the even code.
         step = 0.5 + 0.5 * (scaled >= 2) + (scaled >= 4)  # (N, K/16, 16)
@@ -192,8 +189,9 @@ def encode_rows(weight, global_scale, factors):
         best, least = torch.where(error < least, scale, best), torch.minimum(least, error)  # (N, K/16) each
     scaled = size.div_((best * global_scale).unsqueeze(-1))  # (N, K/16, 16)
     # Round to nearest, ties to the even code: a tie goes down at .25, 1.25, 2.5 and 5, up at .75, 1.75 and 3.5.
-    codes = sum((scaled > tie).byte() for tie in (0.25, 1.25, 2.5, 5.0))
-    codes = codes + sum((scaled >= tie).byte() for tie in (0.75, 1.75, 3.5)) + (blocks.signbit().byte() << 3)
+    codes = sum((scaled > tie).byte() for tie in (0.25, 1.25, 2.5, 5.0))  # (N, K/16, 16)
+    codes = codes + sum((scaled >= tie).byte() for tie in (0.75, 1.75, 3.5))  # (N, K/16, 16)
+    codes = codes + (blocks.signbit().byte() << 3)  # (N, K/16, 16)
     codes = codes.flatten(-2)  # (N, K)
     return codes[:, 0::2] | (codes[:, 1::2] << 4), best.to(torch.float8_e4m3fn).view(torch.uint8)
 
@@ -254,10 +252,12 @@ class FrozenLoRAMatmul(torch.autograd.Function):
         a, b = a.to(x.dtype), b.to(x.dtype)  # (r, K), (N, r)
         rows = x.flatten(0, -2)  # (tokens, K)
         hidden = rows @ a.T  # (tokens, r)
-        y = F.linear(rows, decoder(*packed, dtype=x.dtype), bias)  # (tokens, N)
-        y.addmm_(hidden, b.T, alpha=scaling)
+        y = F.linear(x, decoder(*packed, dtype=x.dtype), bias)  # (…, N)
+        y.flatten(0, -2).addmm_(
+            hidden, b.T, alpha=scaling
+        )  # y itself is returned: a view could not be changed in place
         ctx.save_for_backward(x, hidden, a, b, *packed)
-        return y.view(*x.shape[:-1], -1)  # (…, N)
+        return y
 
     @staticmethod
     def backward(ctx, grad):

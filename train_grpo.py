@@ -207,9 +207,7 @@ class Batch:
 
     input_ids: torch.Tensor  # (1, T)
     position_ids: torch.Tensor  # (1, T), restarting after the prompt for each completion
-    layout: (
-        torch.Tensor
-    )  # (1, 1, 3, T) int32: segment (0 is what all prompts share), completion (0 is the prompt), position
+    layout: torch.Tensor  # (1, 1, 3, T) int32: segment (0: shared by all), completion (0: the prompt), position
     sources: torch.Tensor  # (S,) where in the row the hidden state lies that predicts the token
     targets: torch.Tensor  # (S,) the sampled tokens
     sampler_logprobs: torch.Tensor  # (S,) from the engine
@@ -495,7 +493,8 @@ class TokenLogprobs(torch.autograd.Function):
             logits = F.linear(hidden[part], weight, bias).float()  # (chunk, V)
             slope: Any = multiplier / temperature
             if softcap is None:
-                logits = logits.mul_(slope) if slope != 1 else logits  # (chunk, V); each pass over it counts
+                if slope != 1:  # each pass over (chunk, V) counts
+                    logits *= slope
             else:
                 logits = torch.tanh(logits * (multiplier / softcap))  # (chunk, V)
                 slope = slope * (1 - logits**2)  # (chunk, V)
@@ -761,7 +760,7 @@ def reduce_stats(stats: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor
     for op, pool in ((dist.ReduceOp.SUM, torch.sum), (dist.ReduceOp.MAX, torch.amax)):
         names = [name for name in stats[0] if name.endswith("_max") == (op == dist.ReduceOp.MAX)]
         pooled = [pool(torch.stack([s[name].double() for s in stats]), 0).cpu() for name in names]
-        flat = torch.cat([total.flatten() for total in pooled])  # one collective for all of them
+        flat = torch.cat([total.flatten() for total in pooled])  # (values,): one collective for all of them
         dist.all_reduce(flat, op=op)
         parts = flat.split([total.numel() for total in pooled])
         reduced |= {name: part.view(total.shape) for name, part, total in zip(names, parts, pooled)}
