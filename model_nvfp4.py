@@ -252,10 +252,10 @@ class FrozenLoRAMatmul(torch.autograd.Function):
         a, b = a.to(x.dtype), b.to(x.dtype)  # (r, K), (N, r)
         rows = x.flatten(0, -2)  # (tokens, K)
         hidden = rows @ a.T  # (tokens, r)
-        y = F.linear(x, decoder(*packed, dtype=x.dtype), bias)  # (…, N)
-        y.flatten(0, -2).addmm_(
-            hidden, b.T, alpha=scaling
-        )  # y itself is returned: a view could not be changed in place
+        y = F.linear(x, decoder(*packed, dtype=x.dtype))  # (…, N)
+        if bias is not None:
+            y += bias  # not by F.linear, which then returns a view, and of a view nothing could be changed in place
+        y.flatten(0, -2).addmm_(hidden, b.T, alpha=scaling)
         ctx.save_for_backward(x, hidden, a, b, *packed)
         return y
 
