@@ -811,7 +811,7 @@ def run(args: argparse.Namespace) -> None:
     )  # fmt: skip
     with rollout.awake(engine):
         if args.adapter:
-            rollout.push_adapter(engine, args.adapter, version=0)
+            rollout.push_adapter(engine, *rollout.read_adapter(args.adapter), version=0)
         report = evaluate(
             engine, tokenizer, problems,
             k=args.k, temperature=args.temperature, top_p=args.top_p, max_tokens=max_tokens, seed=args.seed,

@@ -650,15 +650,15 @@ def budget(run: Run) -> float:
 
 
 def host_memory(m: Model, run: Run) -> dict[str, float]:
-    """Bytes of a node: each rank's process and its whole copies of the adapter (the file is in /dev/shm), its engine weights
-    while they sleep at level 1, and the peak of loading, a shard, the largest tensor and 1 GiB (what
+    """Bytes of a node: each rank's process and its whole copies of the adapter (before and after a step, and vLLM's), its
+    engine weights while they sleep at level 1, and the peak of loading, a shard, the largest tensor and 1 GiB (what
     model_nvfp4.load_weights promises)."""
     ranks = min(run.gpus, run.gpus_per_node)
     adapter = adapter_parameters(m, run)
     engine = engine_weight_bytes(m, run.tp) + 2 * adapter / run.tp
     return {
         "processes": ranks * PROCESS * GB,
-        "adapter in fp32: last, next, file": 12 * ranks * adapter,
+        "adapter: last and next in fp32, vLLM's in bf16": 10 * ranks * adapter,
         "engine weights asleep": ranks * engine if run.sleep == "level1" else 0.0,
         "loading": ranks * (m.bytes / run.shard_size + max(m.sizes) + 2**30),
     }

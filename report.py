@@ -22,10 +22,8 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -112,17 +110,6 @@ def open_run(args: argparse.Namespace) -> tuple[Path, Path | None]:
         told = ", ".join(f"--{k.replace('_', '-')} {then.get(k)} then, {now.get(k)} now" for k in differing)
         raise UserError(f"{run_dir} was made with other flags ({told}); use those or another --run-name.")
     return run_dir, latest_checkpoint(run_dir)
-
-
-def handover_folder(run_dir: Path, rank: int, size: int) -> Path:
-    """Where an adapter of `size` bytes passes to this rank's engine: in memory, unless that is small (64 MB in a container).
-
-    One folder per rank, so that no shared disk is in the loop; the same after a kill -9, so that none is left behind.
-    """
-    needed, memory = size * int(os.environ.get("LOCAL_WORLD_SIZE", 1)), Path("/dev/shm")
-    roomy = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 2 * needed
-    name = f"adapter-{os.getuid()}-{zlib.crc32(str(run_dir.resolve()).encode()):08x}-{rank}"
-    return (memory if roomy else Path(tempfile.gettempdir())) / name
 
 
 def lock_run(run_dir: Path, patience: float = 0.0) -> Any:

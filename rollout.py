@@ -4,15 +4,15 @@ The trainer and the evaluation use it like this (each rank of a torchrun job run
 
     engine = build_engine("models/SmolLM2-135M-Instruct-NVFP4", max_model_len=256, max_lora_rank=16)
     with awake(engine):                                          # vLLM owns the GPU inside this block
-        push_adapter(engine, "/dev/shm/adapter", version=3)      # a PEFT folder; replaces the one before, and is read back
+        push_adapter(engine, adapter, {"r": 16, "lora_alpha": 32}, version=3)  # replaces the one before, and is read back
         samples = generate(engine, prompts, seeds, max_tokens=40, temperature=1.0, use_adapter=True)
 
 What is left out, and why:
 1. No server, no Ray, no other process: vLLM's `external_launcher` runs the engine inside the torchrun rank.
 2. No merging of the adapter into 4-bit weights: it would be rounded away; vLLM applies it as LoRA.
 3. No sleep level 2: it drops quantised weights and LoRA slots (vLLM issues 57163, 28606, 54235).
-4. No push without a file: through /dev/shm the tensors take the path that vLLM itself tests (names, slices of a TP group,
-   experts), at .13 s for 4.9 M parameters; tests/benchmarks/bench_rollout.py times it against vLLM's private classes.
+4. No folder between trainer and engine: the tensors go into the worker by the calls that vLLM makes after reading a file
+   (private ones of the pinned version, in `put_adapter`), and their checksum is read back each time.
 5. No replay of the experts that the engine chose: vLLM returns them (`enable_return_routed_experts`, its GPU runner only), but
    transformers writes each model's router anew, so the trainer would need code per model. |Δlogp| shows what it costs.
 
@@ -300,71 +300,109 @@ def used_memory() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
-def push_adapter(engine: LLM, folder: str | Path, version: int) -> None:
-    """Replace the engine's adapter by the PEFT folder `folder` (at /dev/shm: 0.1 s for 4.9 M parameters).
+def push_adapter(engine: LLM, tensors: dict[str, torch.Tensor], config: dict[str, Any], version: int) -> None:
+    """Replace the engine's adapter by `tensors` (names and shapes of a PEFT file, whole), in memory.
 
-    The same name and id every time, so the engine never holds two. The prefix cache is keyed by name and path, hence the
-    reset: without it, keys and values of the previous policy are served silently. The folder may be overwritten afterwards.
-    Collective over a TP group, each rank with a folder of the same content; fails when what the group then holds is not it.
+    `config` is PEFT's adapter_config.json, or of it `r` and `lora_alpha`. The same id every time, so the engine never holds
+    two. The prefix cache is keyed by name and path, hence the reset: without it, keys and values of the previous policy are
+    served silently. The caller may change `tensors` afterwards. Collective over a TP group, each rank with the same content;
+    fails when what the group then holds is not it.
     """
     from vllm.lora.request import LoRARequest
 
-    loaded = engine.llm_engine.add_lora(LoRARequest("policy", 1, str(folder), load_inplace=True))
-    assert loaded and 1 in engine.llm_engine.list_loras(), f"vLLM did not take the adapter in {folder}"
+    # Copies: vLLM keeps them, and scales B in place.
+    dtype = engine.llm_engine.vllm_config.lora_config.lora_dtype
+    copies = {name: tensor.to(dtype, copy=True) for name, tensor in tensors.items()}
+    expected = adapter_checksum(copies, config)
+    engine.collective_rpc(put_adapter, args=(copies, config))
     JOINED_ADAPTER.clear()
-    # `load_inplace` must not travel with requests: it would reload the adapter on every scheduler step.
-    engine.policy = LoRARequest("policy", 1, str(folder))
+    engine.policy = LoRARequest("policy", 1, "handed over in memory")  # never read: the id is there already
     assert engine.reset_prefix_cache(), "the prefix cache could not be reset: requests of another policy still run"
     engine.policy_version = version
-    check_adapter(engine, folder)
+    check_adapter(engine, expected)
 
 
-def check_adapter(engine: LLM, folder: str | Path) -> None:
-    """Read the adapter back from the engine's slots: the sum of all A and of all B must be that of the folder.
+def read_adapter(folder: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """A PEFT folder as `push_adapter` takes it: tensors and adapter_config.json."""
+    from safetensors.torch import load_file
+
+    return load_file(Path(folder) / "adapter_model.safetensors"), read_json(Path(folder), "adapter_config.json")
+
+
+def peft_helper(config: dict[str, Any]) -> Any:
+    from vllm.lora.peft_helper import PEFTHelper
+
+    return PEFTHelper.from_dict({"target_modules": []} | config)
+
+
+def put_adapter(worker: Any, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    """In the engine's worker: what vLLM 0.32 does with a folder (`WorkerLoRAManager._load_adapter`), without the folder."""
+    from vllm.lora.lora_model import LoRAModel, _is_remote_expert_key
+
+    outer = worker.model_runner.lora_manager
+    manager, helper = outer._adapter_manager, peft_helper(config)
+    helper.validate_legal(outer.lora_config)
+    mapper, experts_here = getattr(manager.model, "hf_to_vllm_mapper", None), manager.moe_ep_load_spec
+    if experts_here is not None:  # expert parallelism
+        tensors = {name: t for name, t in tensors.items() if not _is_remote_expert_key(name, experts_here)}
+    adapter = LoRAModel.from_lora_tensors(
+        1, tensors, helper, "cpu", outer.lora_config.lora_dtype, outer.vocab_size,
+        mapper and mapper.get_rename_mapper(), getattr(manager.model, "lora_skip_prefixes", None),
+    )  # fmt: skip
+    adapter.is_3d_lora_weight = False  # experts one by one
+    manager._validate_moe_lora_format(adapter)
+    manager.remove_adapter(1)
+    assert manager.add_adapter(adapter), "vLLM did not take the adapter"
+    manager.activate_adapter(1)
+
+
+def check_adapter(engine: LLM, expected: list[int]) -> None:
+    """Read the adapter back from the engine's slots: the checksums of all A and of all B must be those pushed.
 
     Finds a push that was ignored, an older version, a module left out, a rank of the TP group with another's slice or
     with none, B scaled twice. It cannot see two modules exchanged, and skips experts; the trainer's parity probe does neither.
     """
-    from safetensors.torch import load_file
-    from vllm.lora.peft_helper import PEFTHelper
-    from vllm.lora.utils import parse_fine_tuned_lora_name
-
-    held, dtype = engine.collective_rpc(slot_sums)[0]
-    helper = PEFTHelper.from_local_dir(str(folder), None)
-    alike: dict[tuple[int, float], list[torch.Tensor]] = {}  # by what they are and what vLLM multiplies them with
-    for name, tensor in load_file(Path(folder) / "adapter_model.safetensors").items():
-        if ".experts." not in name:
-            module, is_a = parse_fine_tuned_lora_name(name)
-            scaling = 1 if is_a else helper.get_rank_and_scaling(module)[1]  # vLLM keeps B scaled
-            alike.setdefault((0 if is_a else 1, scaling), []).append(tensor.flatten())
-    pushed = torch.zeros(2, 2, dtype=torch.float64)  # (A | B, sum | sum of absolute values)
-    for (kind, scaling), tensors in alike.items():
-        pushed[kind] += sums(torch.cat(tensors).to(dtype) * scaling)
-    # Both sides add the same bf16 values in fp64, only in another order.
-    assert ((held - pushed).abs() <= 1e-9 * pushed[:, 1:]).all(), (
-        f"the engine does not hold the adapter of {folder}: sums of A and B {held[:, 0].tolist()}, pushed {pushed[:, 0].tolist()}"
+    held, copies = engine.collective_rpc(slot_checksum)[0]
+    wanted = [copies * checksum % 2**64 for checksum in expected]
+    assert held == wanted, (
+        f"the engine does not hold the adapter that was pushed: checksums of A and B {held}, not {wanted}"
     )
 
 
-def sums(tensor: torch.Tensor) -> torch.Tensor:
-    """(sum, sum of absolute values) in fp64."""
-    return torch.stack([tensor.sum(dtype=torch.float64), tensor.abs().sum(dtype=torch.float64)])  # (2,)
+def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of the bits of a bf16 or fp16 matrix, four numbers at a time, modulo 2⁶⁴: exact, in any order, by any slices
+    of whole rows or of columns by fours. (A sum in fp64 takes ten times as long.)
+    """
+    rows = torch.nn.functional.pad(tensor, (0, -tensor.shape[-1] % 4)).contiguous()  # (rows, a multiple of 4)
+    return rows.view(torch.int64).sum()  # ()
 
 
-def slot_sums(worker: Any) -> tuple[torch.Tensor, torch.dtype]:
-    """((2, 2) of A and B: sum and sum of absolute values in the engine's slot, dtype there); the same on a whole TP group.
+def adapter_checksum(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> list[int]:
+    """[of A, of B], B multiplied with alpha / r as vLLM holds it; `tensors` in the engine's dtype."""
+    from vllm.lora.utils import parse_fine_tuned_lora_name
+
+    helper, result = peft_helper(config), torch.zeros(2, dtype=torch.int64)  # (A | B)
+    for name, tensor in tensors.items():
+        if ".experts." not in name:
+            module, is_a = parse_fine_tuned_lora_name(name)
+            result[0 if is_a else 1] += bit_sum(tensor if is_a else tensor * helper.get_rank_and_scaling(module)[1])
+    return [checksum % 2**64 for checksum in result.tolist()]
+
+
+def slot_checksum(worker: Any) -> tuple[list[int], int]:
+    """([of A, of B] in the engine's slot, how often each element counts in it); the same on a whole TP group.
 
     A rank holds all of a tensor or a slice, and slices may be repeated (key heads on more ranks than there are): a rank's
-    sums count divided by how often the group holds each element, so that they add up to those of the whole tensors.
+    part is weighted such that over the group every element counts as often as there are ranks.
     """
     from vllm.distributed import get_tp_group
 
     manager, group = worker.model_runner.lora_manager._adapter_manager, get_tp_group()
     adapter, slot = manager.get_adapter(1), manager.lora_index_to_id.index(1)
-    alike: dict[tuple[int, float], list[torch.Tensor]] = {}  # by what they are and how many copies the group holds
+    parts: dict[tuple[int, int], list[torch.Tensor]] = {}  # by A or B and by weight
     seen = set()
     for name, weights in adapter.loras.items():
-        module = manager.modules.get(name)  # None: vLLM ignores this part of the adapter, and the sums will say so
+        module = manager.modules.get(name)  # None: vLLM ignores this part of the adapter, and the checksum will say so
         if module is None or hasattr(module, "w13_lora_a_stacked"):
             continue  # experts have a layout of their own and are not read back
         a, b = weights.lora_a, weights.lora_b
@@ -376,14 +414,13 @@ def slot_sums(worker: Any) -> tuple[torch.Tensor, torch.dtype]:
                     continue  # a slice without an adapter, or one A for several slices
                 seen.add(id(tensor))
                 held = buffer[slot, 0, : tensor.shape[0]] if kind == 0 else buffer[slot, 0, :, : tensor.shape[1]]
-                copies = group.world_size * held.numel() / tensor.numel()
-                alike.setdefault((kind, copies), []).append(held.flatten())
-    result = torch.zeros(2, 2, dtype=torch.float64)  # (A | B, sum | sum of absolute values)
-    for (kind, copies), tensors in alike.items():
-        result[kind] += sums(torch.cat(tensors)).cpu() / copies
+                parts.setdefault((kind, tensor.numel() // held.numel()), []).append(bit_sum(held))
+    result = torch.zeros(2, dtype=torch.int64)  # (A | B)
+    for (kind, weight), sums in parts.items():
+        result[kind] += weight * torch.stack(sums).sum().cpu()
     if group.world_size > 1:
         dist.all_reduce(result, group=group.cpu_group)
-    return result, manager.lora_config.lora_dtype
+    return [checksum % 2**64 for checksum in result.tolist()], group.world_size
 
 
 def shutdown(engine: LLM) -> None:

@@ -1245,7 +1245,6 @@ def main() -> None:
         load_optimizer_tensors(policy, optimizer, load_file(checkpoint / "optimizer.safetensors"))
     adapter = model_nvfp4.lora_state_dict(policy)
     adapter_config = lora | {"base_model": args.model}
-    handover = report.handover_folder(run_dir, rank, sum(t.nbytes for t in adapter.values()))
     metrics, evaluations = [], []  # of rank 0, which writes
     if rank == 0:
         metrics, evaluations = report.open_logs(run_dir, start_step, vars(args), rollout.versions(), world)
@@ -1263,8 +1262,7 @@ def main() -> None:
     judging |= {"chat_template_kwargs": args.chat_template_kwargs, "use_adapter": True}
 
     def push(tensors: dict[str, torch.Tensor], version: int = -1) -> None:
-        model_nvfp4.save_adapter(handover, tensors, **adapter_config)
-        push_adapter(engine, handover, version=version)
+        push_adapter(engine, tensors, {"r": args.lora_rank, "lora_alpha": args.lora_alpha}, version)
 
     def judge(step: int) -> None:
         """Held-out accuracy of the policy after `step` updates; once per step, also when a run goes on."""
@@ -1388,7 +1386,6 @@ def main() -> None:
             print(report.outcome(evaluations))
         print(f"adapter in {run_dir / 'adapter'}, curves in {run_dir / 'curves.png'}")
         lock.close()
-    shutil.rmtree(handover, ignore_errors=True)
     rollout.shutdown(engine)
 
 

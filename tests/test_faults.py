@@ -101,8 +101,8 @@ def drifting(root):
         next(iter(tensors.values())).view(-1)[0] += 1e-7
     return tensors
 
-def push_adapter(engine, folder, version):
-    now["crc"] = zlib.crc32((Path(folder) / "adapter_model.safetensors").read_bytes())
+def push_adapter(engine, tensors, config, version):
+    now["crc"] = zlib.crc32(torch.cat([t.flatten() for t in tensors.values()]).numpy().tobytes())
 
 def generate(engine, prompts, seeds, *, max_tokens, **_):
     strike("generate")

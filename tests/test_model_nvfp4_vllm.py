@@ -47,8 +47,7 @@ def compare(folder: str, *adapters: str) -> dict[str, dict[str, float]]:
         # B as large as some hundred steps with a learning rate of 5e-4 make it; bf16, because vLLM holds it so.
         on = {k: torch.randn(v.shape, generator=generator) * 0.02 if "lora_B" in k else v for k, v in off.items()}
         on = {k: v.bfloat16() for k, v in on.items()}
-        nvfp4.save_adapter(folder / name, on, lora_rank=8, lora_alpha=16, base_model=str(folder))
-        rollout.push_adapter(engine, folder / name, version)
+        rollout.push_adapter(engine, on, {"r": 8, "lora_alpha": 16}, version)
 
         def trainer_logprobs(samples, tensors, model=model):
             nvfp4.load_lora_state_dict(model, {k: v.float() for k, v in tensors.items()})

@@ -106,16 +106,11 @@ def recording_engine(sleep_mode):
     core.model_executor, core.scheduler, core.batch_queue = executor, scheduler, None
     core.reset_mm_cache = lambda: None
 
-    def add_lora(request):
-        assert request.load_inplace
-        calls.append(("add_lora", request.lora_path))
-        return True
-
     engine = object.__new__(LLM)
     names = ("wake_up", "release_kv_cache_memory", "reset_prefix_cache")
-    engine.llm_engine = SimpleNamespace(
-        add_lora=add_lora, list_loras=lambda: {1}, **{n: getattr(core, n) for n in names}
-    )
+    engine.llm_engine = SimpleNamespace(**{n: getattr(core, n) for n in names})
+    engine.llm_engine.vllm_config = SimpleNamespace(lora_config=SimpleNamespace(lora_dtype=torch.bfloat16))
+    engine.collective_rpc = lambda method, args: calls.append((method.__name__, *args))
     engine.llm_engine.sleep = lambda level, mode: core.sleep(level, mode)
     engine.sleep_mode, engine.kv_awake, engine.policy_version, engine.calls = sleep_mode, True, None, calls
     engine.is_paused = core.is_scheduler_paused
@@ -125,7 +120,8 @@ def recording_engine(sleep_mode):
     return engine
 
 
-RESET = ("reset_prefix_cache",)
+RESET, LORA = ("reset_prefix_cache",), {"r": 8, "lora_alpha": 16}
+PUT = ("put_adapter", {}, LORA)
 ORDER = {  # one hand-over: (waking up, going to sleep)
     "level1": ([("wake_up", ["weights"])], [RESET, ("sleep", 1)]),
     "kv": ([], [RESET, ("discard", ("kv_cache",))]),
@@ -147,11 +143,11 @@ def test_the_gpu_changes_hands_in_the_order_that_works(mode):
     wake, sleep = ORDER[mode]
     for version in (3, 4):
         with rollout.awake(engine):
-            rollout.push_adapter(engine, "/adapter", version=version)
+            rollout.push_adapter(engine, {}, LORA, version=version)
             rollout.wake_kv_cache(engine)
             rollout.wake_kv_cache(engine)  # awake already: nothing happens
             assert not engine.is_paused(), "requests would wait for ever"
-        assert engine.calls == [*wake, ("add_lora", "/adapter"), RESET, ("wake_up", ["kv_cache"]), *sleep]
+        assert engine.calls == [*wake, PUT, RESET, ("wake_up", ["kv_cache"]), *sleep]
         assert engine.policy_version == version
         assert (
             not engine.policy.load_inplace
@@ -166,9 +162,9 @@ def test_the_gpu_changes_hands_in_the_order_that_works(mode):
 def test_a_push_alone_wakes_no_cache(mode):
     engine = recording_engine(mode)
     with rollout.awake(engine):
-        rollout.push_adapter(engine, "/adapter", version=1)
+        rollout.push_adapter(engine, {}, LORA, version=1)
     asleep = [RESET, ("sleep", 1)] if mode == "level1" else []
-    assert engine.calls == [*ORDER[mode][0], ("add_lora", "/adapter"), RESET, *asleep]
+    assert engine.calls == [*ORDER[mode][0], PUT, RESET, *asleep]
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -195,7 +191,7 @@ def test_a_failure_while_sampling_is_not_covered_by_a_second_one(mode):
 def test_a_failed_wake_up_or_push_goes_no_further():
     engine = recording_engine("level1")
 
-    def out_of_memory(*_):
+    def out_of_memory(*_, **__):
         raise RuntimeError("out of memory")
 
     healthy, engine.llm_engine.wake_up = engine.llm_engine.wake_up, out_of_memory
@@ -203,9 +199,9 @@ def test_a_failed_wake_up_or_push_goes_no_further():
         pytest.fail("the block must not run")
     assert engine.calls == []
     engine.llm_engine.wake_up = healthy
-    engine.llm_engine.add_lora = lambda request: False
-    with pytest.raises(AssertionError, match="did not take the adapter"), rollout.awake(engine):
-        rollout.push_adapter(engine, "/adapter", version=5)
+    engine.collective_rpc = out_of_memory
+    with pytest.raises(RuntimeError, match="out of memory"), rollout.awake(engine):
+        rollout.push_adapter(engine, {}, LORA, version=5)
     assert engine.policy_version is None  # generate(use_adapter=True) would refuse
     assert engine.calls == [("wake_up", ["weights"])]
 
@@ -308,8 +304,6 @@ def tiny(tmp_path_factory):
 
 def work(folder, tp, out):
     """What every rank of a torchrun job does in the tests below; rank 0 writes down what it saw."""
-    import shutil
-
     import torch.distributed as dist
 
     folder, tp = Path(folder), int(tp)
@@ -333,24 +327,27 @@ def work(folder, tp, out):
     def tokens(samples):
         return [s.completion_ids for s in samples]
 
-    mine = folder / f"mine{world}-{rank}"  # every rank pushes a folder of its own, as the trainer's do
-    shutil.copytree(folder / "adapter1", mine)
-    rollout.push_adapter(engine, mine, version=1)
+    adapters = {seed: rollout.read_adapter(folder / f"adapter{seed}") for seed in (1, 2)}
+    mine = {name: tensor.clone() for name, tensor in adapters[1][0].items()}  # bf16, as the engine holds it
+    rollout.push_adapter(engine, mine, LORA, version=1)
     first = sample()
     seen["samples"] = [(s.completion_ids, s.logprobs, s.finish_reason) for s in first]
     seen["stats"] = dict(engine.stats)
     everywhere = [None] * world
     dist.all_gather_object(everywhere, (tokens(first), [s.logprobs for s in first]))
     seen["shared"] = all(part == everywhere[0] for part in everywhere)
-    rollout.push_adapter(engine, mine, version=2)
+    rollout.push_adapter(engine, mine, LORA, version=2)
     seen["pushed twice"] = tokens(sample()) == tokens(first)
-    shutil.rmtree(mine)  # the source goes away and another takes its place
-    shutil.copytree(folder / "adapter2", mine)
+    for name, tensor in mine.items():  # the caller goes on with its tensors
+        tensor.copy_(adapters[2][0][name])
     seen["source overwritten"] = tokens(sample()) == tokens(first)
     seen["stale"] = refused(engine, mine)
-    rollout.push_adapter(engine, mine, version=3)
+    rollout.push_adapter(engine, mine, LORA, version=3)
     seen["other adapter"] = tokens(sample()) != tokens(first)
-    seen["old one"] = refused(engine, folder / "adapter1")
+    seen["old one"] = refused(engine, adapters[1][0])
+    names = [name for name in mine if "v_proj.lora_B" in name]
+    seen["scaled twice"] = refused(engine, mine | {name: 2 * mine[name] for name in names})
+    seen["a module left out"] = refused(engine, {name: t for name, t in mine.items() if name not in names})
     if rank == world - 1:  # one slice of one rank
         modules = engine.collective_rpc(lambda w: w.model_runner.lora_manager._adapter_manager.modules)[0]
         next(m for n, m in modules.items() if "qkv_proj" in n).lora_b_stacked[1][0, 0, 0, 0] += 0.5
@@ -363,9 +360,9 @@ def work(folder, tp, out):
     rollout.shutdown(engine)
 
 
-def refused(engine, folder):
+def refused(engine, tensors):
     try:
-        rollout.check_adapter(engine, folder)
+        rollout.check_adapter(engine, rollout.adapter_checksum(tensors, LORA))
     except AssertionError as error:
         return "does not hold the adapter" in str(error)
     return False
@@ -390,7 +387,8 @@ def check_engine(seen, replicas, damaged):
     assert seen["settings"] == [96, 64]  # --engine-args reach vLLM and win
     assert "DecodedNvFp4LinearKernel × 8" in seen["kernels"]  # two layers of qkv, o, gate_up, down
     assert "AttentionBackendImpl × 2" in seen["kernels"]
-    for fact in ("shared", "pushed twice", "source overwritten", "stale", "other adapter", "old one"):
+    facts = ("shared", "pushed twice", "source overwritten", "stale", "other adapter", "old one", "scaled twice")
+    for fact in (*facts, "a module left out"):
         assert seen[fact], fact
     assert seen["damaged slice"] == damaged
     assert len(seen["stats"]["idle"]) == replicas
@@ -470,7 +468,7 @@ engine = rollout.build_engine(sys.argv[1], max_model_len=160, max_lora_rank=16, 
 prompts, seeds, used, outputs = [list(range(100, 140))] * 8, list(range(8)), [], []
 for cycle in range(50):
     with rollout.awake(engine):
-        rollout.push_adapter(engine, sys.argv[2], version=cycle)
+        rollout.push_adapter(engine, *rollout.read_adapter(sys.argv[2]), version=cycle)
         samples = rollout.generate(engine, prompts, seeds, max_tokens=32, temperature=0.0, use_adapter=True)
     outputs.append([s.completion_ids for s in samples])
     used.append(engine.stats["memory_gib"]["after"])
@@ -486,9 +484,11 @@ print("FIFTY", used[4], used[-1])
 @pytest.mark.parametrize("sleep", ["level1", "kv"])
 def test_fifty_hand_overs_leak_nothing_and_change_nothing(sleep, tmp_path):
     sys.path.insert(0, str(ROOT / "tests" / "benchmarks"))
+    import model_nvfp4 as nvfp4
     from bench_rollout import random_adapter
 
-    random_adapter(str(MODEL), str(tmp_path / "adapter"))
+    settings = {"lora_rank": 16, "lora_alpha": 32, "base_model": str(MODEL)}
+    nvfp4.save_adapter(tmp_path / "adapter", random_adapter(str(MODEL)), **settings)
     (tmp_path / "cycles.py").write_text(FIFTY_CYCLES.format(project=str(ROOT)))
     command = [sys.executable, tmp_path / "cycles.py", MODEL, tmp_path / "adapter", sleep]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=600, check=False)

@@ -16,8 +16,6 @@ The values are those of the unit tests of NeMo-RL, TRL, verl, OpenRLHF and slime
 import copy
 import dataclasses
 import math
-import shutil
-import tempfile
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from test_model_nvfp4_models import quantized, tiny_checkpoint
 
-import report
 import train_grpo
 from model_nvfp4 import UserError
 from rollout import Sample
@@ -657,13 +654,6 @@ def test_an_engine_without_logprobs_stops_the_run():
     train_grpo.check_step(healthy, 0.1, 0, "samples.jsonl")
     with pytest.raises(UserError, match="no finite log-prob for 50%"):
         train_grpo.check_step(healthy | {"unknown": 0.5}, 0.1, 0, "samples.jsonl")
-
-
-def test_the_adapter_passes_through_memory_only_where_it_fits(monkeypatch, tmp_path):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    for free, parent in ((65_000, "/dev/shm"), (63_000, tempfile.gettempdir())):
-        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
-        assert str(report.handover_folder(tmp_path, 0, 4000).parent) == parent
 
 
 def test_optimizer_tensors_are_copies_of_the_file():

@@ -9,7 +9,6 @@ import argparse
 import os
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -21,57 +20,30 @@ import rollout
 from train_grpo import arithmetic_problems
 
 
-def random_adapter(model_dir: str, folder: str, rank: int = 16) -> None:
+def random_adapter(model_dir: str, rank: int = 16) -> dict[str, torch.Tensor]:
     """All linear layers, of the size that a hundred steps of training make."""
     model = model_nvfp4.build_model(model_dir, lora_rank=rank, lora_alpha=2 * rank)
     generator = torch.Generator().manual_seed(0)
-    tensors = {
+    return {
         name.replace(".default", ""): torch.randn(p.shape, generator=generator) * (0.02 if "lora_A" in name else 0.01)
         for name, p in model.named_parameters()
         if p.requires_grad
     }
-    model_nvfp4.save_adapter(folder, tensors, lora_rank=rank, lora_alpha=2 * rank, base_model=model_dir)
 
 
-def time_pushes(engine, model_dir: str, rounds: int) -> dict[str, list[float]]:
-    """Seconds to hand over the adapter: through a folder in memory, through vLLM's private classes, and to read it back."""
-    from safetensors.torch import load_file
-    from vllm.lora.lora_model import LoRAModel
-    from vllm.lora.peft_helper import PEFTHelper
-
-    def put(worker, tensors, helper):
-        manager = worker.model_runner.lora_manager
-        lora = LoRAModel.from_lora_tensors(
-            1, tensors, helper, "cpu", manager.lora_config.lora_dtype, model_vocab_size=manager.vocab_size
-        )
-        manager._adapter_manager.remove_adapter(1)
-        manager._adapter_manager.add_adapter(lora)
-        manager._adapter_manager.activate_adapter(1)
-
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as source, tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        random_adapter(model_dir, source)
-        tensors = load_file(f"{source}/adapter_model.safetensors")
-        helper = PEFTHelper.from_local_dir(source, None)
-        seconds = {
-            "write the folder": [],
-            "push and read back": [],
-            "of that, read back": [],
-            "push by private classes": [],
-        }
-        for _ in range(rounds + 1):
-            marks = [time.perf_counter()]
-            model_nvfp4.save_adapter(folder, tensors, lora_rank=16, lora_alpha=32, base_model=model_dir)
-            marks.append(time.perf_counter())
-            rollout.push_adapter(engine, folder, version=1)
-            marks.append(time.perf_counter())
-            rollout.check_adapter(engine, folder)
-            marks.append(time.perf_counter())
-            engine.collective_rpc(put, args=({name: t.clone() for name, t in tensors.items()}, helper))
-            engine.reset_prefix_cache()
-            marks.append(time.perf_counter())
-            for name, before, after in zip(seconds, marks, marks[1:]):
-                seconds[name].append(after - before)
-        rollout.push_adapter(engine, source, version=1)
+def time_pushes(engine, tensors: dict, config: dict, rounds: int) -> dict[str, list[float]]:
+    """Seconds to hand over the adapter, and how much of it is its checksum, before and after."""
+    lora_dtype = engine.llm_engine.vllm_config.lora_config.lora_dtype
+    copies = {name: tensor.to(lora_dtype) for name, tensor in tensors.items()}
+    seconds: dict[str, list[float]] = {"push and read back": [], "of that, checksums": []}
+    for version in range(rounds + 1):
+        marks = [time.perf_counter()]
+        rollout.push_adapter(engine, tensors, config, version=version)
+        marks.append(time.perf_counter())
+        rollout.check_adapter(engine, rollout.adapter_checksum(copies, config))
+        marks.append(time.perf_counter())
+        for name, before, after in zip(seconds, marks, marks[1:]):
+            seconds[name].append(after - before)
     return {name: values[1:] for name, values in seconds.items()}
 
 
@@ -92,11 +64,7 @@ def main() -> None:
     problems = arithmetic_problems(0)[0][:16]
     ids = rollout.encode_prompts(engine.get_tokenizer(), [p.messages for p in problems])
     prompts = [prompt for prompt in ids for _ in range(8)]
-    with tempfile.TemporaryDirectory() as folder:
-        random_adapter(args.model, folder)
-        rollout.push_adapter(engine, folder, version=1)
-
-    pushes = time_pushes(engine, args.model, args.rounds)
+    pushes = time_pushes(engine, random_adapter(args.model), {"r": 16, "lora_alpha": 32}, args.rounds)
 
     def ours(use_adapter: bool, seed: int) -> float:
         engine.reset_prefix_cache()
