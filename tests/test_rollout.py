@@ -484,8 +484,9 @@ print("FIFTY", used[4], used[-1])
 @pytest.mark.parametrize("sleep", ["level1", "kv"])
 def test_fifty_hand_overs_leak_nothing_and_change_nothing(sleep, tmp_path):
     sys.path.insert(0, str(ROOT / "tests" / "benchmarks"))
-    import model_nvfp4 as nvfp4
     from bench_rollout import random_adapter
+
+    import model_nvfp4 as nvfp4
 
     settings = {"lora_rank": 16, "lora_alpha": 32, "base_model": str(MODEL)}
     nvfp4.save_adapter(tmp_path / "adapter", random_adapter(str(MODEL)), **settings)
