@@ -52,6 +52,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 BLOCK = 16
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # (16,)
@@ -374,6 +375,46 @@ def experts_forward(self, hidden_states, top_k_index, top_k_weights):
     y = matmul(x, "down_proj") * top_k_weights.flatten()[order].unsqueeze(-1)  # (S, H)
     y = torch.zeros_like(y).index_copy(0, order, y)  # (S, H) in token order
     return y.view(tokens, k, -1).sum(dim=1).to(hidden_states.dtype)  # (T, H)
+
+
+class RouterReplay(TorchFunctionMode):
+    """Around one MoE block: what its router's top-k would choose gives way to `choice` (T, k), -1 where that is not known.
+
+    The scores stay the router's own, so weights and gradients are those of the chosen experts. transformers writes each model's
+    router anew, but each ends in one torch.topk over (T, E); the top-k over groups of experts has other shapes.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts, self.choice, self.agreement = num_experts, None, None
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, torch.Tensor.topk) or self.choice is None:
+            return result
+        scores, own = args[0], result.indices  # (T, E), (T, k)
+        if own.shape != self.choice.shape or scores.shape[-1] != self.num_experts:
+            return result
+        known = self.choice[:, :1] >= 0  # (T, 1)
+        chosen = torch.where(known, self.choice, own)  # (T, k)
+        same = (chosen[:, :, None] == own[:, None, :]).any(2) & known  # (T, k)
+        self.agreement = torch.stack([same.sum(), known.sum() * own.shape[1]])  # (2,): choices alike, choices known
+        return torch.return_types.topk((scores.gather(-1, chosen), chosen))
+
+
+def replay_routers(model) -> dict[int, RouterReplay]:
+    """{number of the layer: its replay}: from now on each MoE block runs the experts of its `choice`, where that is set."""
+    modules, replays = dict(model.named_modules()), {}
+    for name in [name for name, module in modules.items() if hasattr(module, "is_transposed")]:  # stacked experts
+        block, layer = modules[name.rpartition(".")[0]], int(re.search(r"\.layers\.(\d+)\.", f".{name}")[1])
+        replays[layer] = RouterReplay(modules[name].num_experts)
+        block.forward = partial(replayed_forward, replays[layer], block.forward)
+    assert replays, f"{type(model).__name__} has no stacked experts whose choice could be replayed"
+    return replays
+
+
+def replayed_forward(replay: RouterReplay, forward: Callable, *args, **kwargs):
+    with replay:
+        return forward(*args, **kwargs)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -13,8 +13,6 @@ What is left out, and why:
 3. No sleep level 2: it drops quantised weights and LoRA slots (vLLM issues 57163, 28606, 54235).
 4. No folder between trainer and engine: the tensors go into the worker by the calls that vLLM makes after reading a file
    (private ones of the pinned version, in `put_adapter`), and their checksum is read back each time.
-5. No replay of the experts that the engine chose: vLLM returns them (`enable_return_routed_experts`, its GPU runner only), but
-   transformers writes each model's router anew, so the trainer would need code per model. |Δlogp| shows what it costs.
 
 On a machine without a GPU vLLM has no NVFP4 kernel and its LoRA is five times too slow; the section "vLLM on a CPU" mends
 both with public hooks. Nothing of it runs where there is a GPU.
@@ -34,10 +32,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -63,6 +63,9 @@ class Sample:
     text: str
     finish_reason: str  # "stop" or "length"
     seed: int
+    experts: np.ndarray | None = (
+        None  # (prompt + T - 1, layers, k) chosen by the engine's routers, -1 where it did not say
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -80,14 +83,16 @@ def build_engine(
     sleep: str = "level1",
     gpu_memory_utilization: float = 0.5,
     w4a4: bool = False,
+    return_experts: bool = False,
     engine_args: dict[str, Any] | None = None,
 ) -> LLM:
     """A vLLM engine inside this rank. Call after `init_process_group`; collective over the ranks of a TP group.
 
     `max_model_len` in tokens (prompt and completion); `max_lora_rank` 0 builds an engine without LoRA;
     `gpu_memory_utilization` is the share of the GPU that vLLM may use while awake; `w4a4` lets the engine round activations
-    to 4 bits where checkpoint and GPU can (not what the trainer computes); `engine_args` overrides any argument of
-    `vllm.LLM`. Raises UserError when `tp` does not divide the world or the checkpoint does not suit.
+    to 4 bits where checkpoint and GPU can (not what the trainer computes); with `return_experts`, samples carry the experts that
+    the routers of a mixture chose; `engine_args` overrides any argument of `vllm.LLM`.
+    Raises UserError when `tp` does not divide the world or the checkpoint does not suit.
     """
     die_with_launcher()
     on_gpu = torch.cuda.is_available()
@@ -128,6 +133,7 @@ def build_engine(
         arguments["enable_mixed_moe_lora_format"] = True
     if on_gpu:
         arguments |= {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": sleep != "off"}
+        arguments["enable_return_routed_experts"] = return_experts
         if (
             not w4a4
         ):  # only Blackwell would do otherwise; there the two ways part by .24 nats a token (emulated on a CPU)
@@ -145,6 +151,7 @@ def build_engine(
     engine.policy_version = None  # type: ignore[attr-defined]
     engine.kv_awake = True  # type: ignore[attr-defined]
     engine.stats = {}  # type: ignore[attr-defined]  # of the last `awake` block, for the metrics
+    engine.chosen = engine.collective_rpc(note_experts)[0] if return_experts and not on_gpu else None  # type: ignore[attr-defined]
     if engine.sleep_mode != "off":
         fall_asleep(engine)
     return engine
@@ -545,6 +552,7 @@ def generate(
                 text=tokenizer.decode(ids, skip_special_tokens=True),
                 finish_reason=completion.finish_reason,
                 seed=seeds[index],
+                experts=chosen_experts(engine, completion.routed_experts, index, len(prompts[index]) + len(ids) - 1),
             )
             if on_sample and rank % tp == 0:
                 on_sample(index, samples[index])
@@ -568,6 +576,19 @@ def generate(
         idle = [round(1 - seconds / slowest, 4) for seconds in busy[::tp]]
         engine.stats |= {"tokens": sampled, "tokens_per_second": sampled / slowest, "idle": idle}
     return [samples[index] for index in sorted(samples)]
+
+
+def chosen_experts(engine: LLM, returned: np.ndarray | None, index: int, tokens: int) -> np.ndarray | None:
+    """(tokens, layers, k) int16 for one finished request: what vLLM returned, or on a CPU what `note_experts` wrote down."""
+    if engine.chosen is not None:
+        parts = engine.chosen.pop(str(index))
+        returned = np.full((tokens, *parts[0][1].shape[1:]), -1, np.int16)  # (tokens, layers, k)
+        for start, part in parts:
+            returned[start : start + len(part)] = part
+    if returned is None:
+        return None
+    assert len(returned) == tokens, f"the engine returned the experts of {len(returned)} tokens; {tokens} were computed"
+    return returned.astype(np.int16)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -710,6 +731,33 @@ def serve_experts() -> None:
 
     for module in (modelopt, compressed_tensors):
         module.select_nvfp4_moe_backend = lambda *args, **kwargs: (NvFp4MoeBackend.EMULATION, DecodedExperts)
+
+
+def note_experts(worker: Any) -> dict[str, list[tuple[int, np.ndarray]]]:
+    """What `enable_return_routed_experts` does in the runner for GPUs: in the worker, note each router's choices by request.
+
+    {request: [(position of its first token, (tokens, layers, k)), …]}, filled as the engine runs. A prompt that comes out of the
+    prefix cache is not computed again, so nothing is noted for it.
+    """
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+    runner, chosen = worker.model_runner, {}
+    layers = runner.model_config.get_total_num_hidden_layers()
+
+    def note(layer: int, topk_ids: torch.Tensor) -> None:
+        batch = runner.input_batch
+        bounds = runner.query_start_loc.np[: len(batch.req_ids) + 1].tolist()
+        for row, (request, start, end) in enumerate(zip(batch.req_ids, bounds, bounds[1:])):
+            position = int(batch.num_computed_tokens_cpu[row])
+            parts = chosen.setdefault(request.rpartition("-")[0], [])  # vLLM appends "-" and a random word
+            if not parts or parts[-1][0] != position:
+                parts.append((position, np.full((end - start, layers, topk_ids.shape[1]), -1, np.int16)))
+            parts[-1][1][:, layer] = topk_ids[start:end].numpy()
+
+    for module in runner.model.modules():
+        if isinstance(module, MoERunner):
+            module.router.set_capture_fn(partial(note, module.layer_id))
+    return chosen
 
 
 # (A of all slices, B of all slices on a diagonal) by fused layer, for the adapter that was pushed last.

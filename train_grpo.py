@@ -194,6 +194,7 @@ class Segment:
 
     prompt_ids: list[int]
     completions: list[tuple[list[int], list[float], float]] = field(default_factory=list)  # ids, log-probs, advantage
+    experts: list[np.ndarray] = field(default_factory=list)  # of each completion with its prompt, if they are replayed
 
     @property
     def num_tokens(self) -> int:
@@ -217,6 +218,7 @@ class Batch:
     weight: float  # 1, or 0 for the stand-in of a rank that has nothing to do
     corrections: torch.Tensor | None = None  # (S,) importance weights, with --old-logprobs trainer
     reference_logprobs: torch.Tensor | None = None  # (S,) of the frozen base, with --kl-coef
+    experts: torch.Tensor | None = None  # (layers, T, k) that the engine chose, with --replay-experts
 
     def to(self, device: torch.device) -> Batch:
         moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in vars(self).items()}
@@ -250,6 +252,7 @@ def make_segments(
                 segments.append(segment)
             advantage = advantages[group, index - members[0]].item()
             segment.completions.append((sample.completion_ids, sample.logprobs, advantage))
+            segment.experts += [] if sample.experts is None else [sample.experts]
     return segments
 
 
@@ -274,6 +277,14 @@ def balance(segments: list[Segment], world: int, max_tokens: int) -> list[list[l
         per_rank += 1
 
 
+def first_known(experts: list[np.ndarray]) -> np.ndarray:
+    """(T, layers, k) choices of several samples for the same tokens: the first sample's, others' where it has none (-1)."""
+    merged = experts[0].copy()
+    for others in experts[1:]:
+        np.copyto(merged, others, where=merged < 0)
+    return merged
+
+
 def pack(row: list[Segment]) -> Batch:
     """Segments to one row of tensors: the only place where ragged lists become tensors. An empty row gets weight 0.
 
@@ -286,6 +297,7 @@ def pack(row: list[Segment]) -> Batch:
     shared = next((i for i, tokens in enumerate(zip(*prompts)) if len(set(tokens)) > 1), min(map(len, prompts)))
     ids, positions = prompts[0][:shared], [*range(shared)]  # T each, when all is in
     segment_of, completion_of = [0] * shared, [0] * shared  # T each
+    chosen = [first_known([e[:shared] for s in row for e in s.experts])] if row and row[0].experts else []  # T in all
     for number, segment in enumerate(segments, start=1):
         length = len(segment.prompt_ids)
         ids += segment.prompt_ids[shared:]
@@ -293,6 +305,8 @@ def pack(row: list[Segment]) -> Batch:
         segment_of += [number] * (length - shared + sum(len(ids) - 1 for ids, _, _ in segment.completions))
         completion_of += [0] * (length - shared)
         prompt_end = len(ids) - 1 if length > shared else shared - 1
+        if segment.experts:
+            chosen += [first_known([e[shared:length] for e in segment.experts]), *[e[length:] for e in segment.experts]]
         for which, (completion, its_logprobs, advantage) in enumerate(segment.completions, start=1):
             assert len(its_logprobs) == len(completion), f"{len(its_logprobs)} log-probs of {len(completion)} tokens"
             start = len(ids)
@@ -317,6 +331,7 @@ def pack(row: list[Segment]) -> Batch:
         advantages=torch.tensor(advantages, dtype=torch.float32),  # (S,)
         samples=torch.tensor(sample_of),  # (S,)
         weight=1.0 if row else 0.0,
+        experts=torch.from_numpy(np.concatenate(chosen)).transpose(0, 1) if chosen else None,  # (layers, T, k)
     )
 
 
@@ -522,9 +537,10 @@ class TokenLogprobs(torch.autograd.Function):
 class Policy(nn.Module):
     """The FSDP root: what gets called is the root, so that gathers and gradient reductions really happen."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, replay_experts: bool = False) -> None:
         super().__init__()
         self.model = model
+        self.replays = model_nvfp4.replay_routers(model.get_base_model()) if replay_experts else {}
 
     def forward(
         self,
@@ -534,8 +550,11 @@ class Policy(nn.Module):
         sources: torch.Tensor,  # (S,)
         targets: torch.Tensor,  # (S,)
         temperature: float,
+        experts: torch.Tensor | None,  # (layers, T, k)
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs of the targets at `temperature`, and the entropy of the distributions they came from; both (S,)."""
+        for layer, replay in self.replays.items():  # stays for the backward too, which may compute the block again
+            replay.choice = None if experts is None else experts[layer].long()  # (T, k)
         base = self.model.get_base_model()
         config = base.config.get_text_config()
         hidden = base.base_model(
@@ -551,7 +570,15 @@ class Policy(nn.Module):
 
 def token_logprobs(policy: nn.Module, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(S,) log-probs by the trainer and (S,) entropies. Collective: every rank must call it equally often."""
-    return policy(batch.input_ids, batch.position_ids, batch.layout, batch.sources, batch.targets, temperature)
+    inputs = batch.input_ids, batch.position_ids, batch.layout, batch.sources, batch.targets
+    return policy(*inputs, temperature, batch.experts)
+
+
+def replay_stats(policy: nn.Module) -> dict[str, torch.Tensor]:
+    """Of the last forward, over all routers: choices in which the trainer's agrees with the engine's, choices replayed."""
+    counts = [replay.agreement for replay in policy.replays.values() if replay.choice is not None]
+    alike, known = torch.stack(counts).sum(0) if counts else torch.zeros(2)
+    return {"experts_alike": alike, "experts_known": known}
 
 
 @contextmanager
@@ -943,6 +970,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="JSON of any arguments of vllm.LLM, such as drafts or backends; they win over ours, unchecked")
     add("--engine-w4a4", action="store_true",
         help="a W4A4 checkpoint rounds activations too (Blackwell): faster, far from the trainer; wants --old-logprobs trainer")
+    add("--replay-experts", action="store_true",
+        help="train with the experts that the engine's routers chose; samples grow by layers x experts a token")
     add("--stop", nargs="+", help="strings that end a completion; costs detokenizing on the way")
     add("--chat-template-kwargs", type=json.loads, default={},
         help="JSON for the chat template, such as '{\"enable_thinking\": false}'; thinking asks for more --completion-tokens")
@@ -1012,6 +1041,8 @@ def check_flags(args: argparse.Namespace, world: int) -> None:
         (args.lora_rank > largest, f"--lora-rank {args.lora_rank} is above the largest that vLLM serves, {largest}."),
         (args.lora_experts and not model_nvfp4.has_experts(args.model),
          f"--lora-experts: {args.model} has no routed experts in NVFP4; leave the flag out."),
+        (args.replay_experts and not model_nvfp4.has_experts(args.model),
+         f"--replay-experts: {args.model} has no routed experts in NVFP4; leave the flag out."),
         (args.lora_experts and args.lora_rank % 8,  # grouped_mm wants rows of 16 bytes
          f"--lora-experts wants a --lora-rank that 8 divides, such as {-(-args.lora_rank // 8) * 8}; not {args.lora_rank}."),
         (world % args.tp, f"--tp {args.tp} does not divide the {world} ranks; use a divisor of {world}."),
@@ -1169,6 +1200,7 @@ def step_metrics(
         "sampled_tokens": sum(lengths), "trained_tokens": int(t["tokens"]), "loss": t["loss"],
         **{name: t[name] / max(t["tokens"], 1) for name in means},
         "gap_p99": percentile(totals["gap_histogram"], 0.99), "gap_max": t["gap_max"], "ratio_max": t["ratio_max"],
+        **({"experts_alike": t["experts_alike"] / t["experts_known"]} if t["experts_known"] else {}),
         "grad_norm": norms[-1], "skipped": sum(not math.isfinite(norm) for norm in norms),
     }
     # fmt: on
@@ -1226,14 +1258,14 @@ def main() -> None:
     engine = rollout.build_engine(
         args.model, max_model_len=context, max_lora_rank=args.lora_rank, max_num_seqs=min(1024, args.prompts * args.group_size),
         seed=args.seed, tp=args.tp, sleep=args.sleep, gpu_memory_utilization=args.gpu_memory_utilization,
-        w4a4=args.engine_w4a4, engine_args=args.engine_args,
+        w4a4=args.engine_w4a4, return_experts=args.replay_experts, engine_args=args.engine_args,
     )  # fmt: skip
     say(f"engine: {rollout.kernels(engine)}")
     register_attention()
     lora = {"lora_rank": args.lora_rank, "lora_alpha": args.lora_alpha}
     targets = {"lora_targets": args.lora_targets, "lora_experts": args.lora_experts}
     model = model_nvfp4.build_model(args.model, **lora, **targets, attn_implementation="grouped")
-    policy = Policy(model)
+    policy = Policy(model, args.replay_experts)
     model_nvfp4.shard(policy, activation_checkpointing=args.activation_checkpointing)
     model_nvfp4.load_weights(policy, args.model, seed=args.seed)
     policy.eval()  # no dropout: the ratio compares two forwards of the same network
@@ -1340,7 +1372,7 @@ def main() -> None:
                         weights=batch.corrections, reference_logprobs=batch.reference_logprobs, **loss_settings,
                     )  # fmt: skip
                     (loss * batch.weight * world).backward()  # FSDP averages over ranks; the loss wants the sum
-                    sums |= gap_stats(logprobs, batch.sampler_logprobs)
+                    sums |= gap_stats(logprobs, batch.sampler_logprobs) | replay_stats(policy)
                     sums |= {"entropy": entropy.sum(), "loss": loss.detach()}
                     stats.append({name: value * batch.weight for name, value in sums.items()})
                     loss_sum += stats[-1]["loss"]

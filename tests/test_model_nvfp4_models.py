@@ -172,6 +172,65 @@ def test_packed_experts_are_what_the_moe_models_use(tmp_path):
     shutil.rmtree(folder)
 
 
+MIXTURES = ["Mistral4", "Qwen3Moe", "Qwen2Moe", "Mixtral", "DeepseekV3", "Glm4Moe", "Olmoe", "GptOss"]
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_routers_replay_what_they_are_told(name, tmp_path):
+    """Whatever a router looks like: the experts run are those of `choice`, its own where that is -1; the rest stays."""
+    folder = quantized(tiny_checkpoint(name, tmp_path / "source"), tmp_path / "nvfp4")
+    model = nvfp4.build_model(folder, lora_rank=8, lora_alpha=16, dtype=torch.float32)
+    nvfp4.load_weights(model, folder)
+    with torch.no_grad():
+        before = model(input_ids=TOKENS).logits
+    replays, asked = nvfp4.replay_routers(model.get_base_model()), {}
+    for stacked, module in model.named_modules():
+        if stacked.endswith(".experts"):
+            layer = int(stacked.split(".layers.")[1].split(".")[0])
+            module.register_forward_pre_hook(lambda module, args, layer=layer: asked.update({layer: args[1]}))
+    with torch.no_grad():
+        assert (model(input_ids=TOKENS).logits == before).all()  # nothing to replay
+    own = dict(asked)  # {layer: (T, k)}
+    assert replays.keys() == own.keys()
+    for layer, replay in replays.items():
+        replay.choice = own[layer]
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=TOKENS).logits, before, atol=1e-5, rtol=1e-5)
+    draw = torch.Generator().manual_seed(1)
+    for replay in replays.values():
+        pairs = torch.rand(TOKENS.numel(), 4, generator=draw).argsort(1)[:, :2]  # (T, k) of 4 experts
+        replay.choice = torch.where(torch.arange(TOKENS.numel())[:, None] % 3 > 0, pairs, -1)
+    logits = model(input_ids=TOKENS).logits
+    assert (logits - before).abs().max() > 1e-2
+    for layer, replay in replays.items():
+        told = replay.choice[:, 0] >= 0
+        assert (asked[layer][told] == replay.choice[told]).all()
+        assert (asked[layer][~told].sort().values == own[layer][~told].sort().values).all() or layer > min(replays)
+        alike, known = replay.agreement.tolist()
+        assert known == 2 * told.sum()
+        assert 0.3 < alike / known < 0.7  # 2 of 4 by chance: 1/2
+    logits.square().sum().backward()  # through the scores of experts that the router would not have chosen
+    assert all(g.isfinite().all() for g in lora_gradients(model).values())
+
+
+def test_a_replayed_mixture_by_its_definition(tmp_path):
+    """Qwen3-MoE: the softmax of all scores, of the told experts only, to sum one; times each expert's gated MLP."""
+    folder = quantized(tiny_checkpoint("Qwen3Moe", tmp_path / "source"), tmp_path / "nvfp4")
+    model, oracle, _ = trainer_and_oracle(folder, tmp_path)
+    replay = nvfp4.replay_routers(model.get_base_model())[1]
+    block, dense = model.get_base_model().model.layers[1].mlp, oracle.model.layers[1].mlp
+    x = torch.randn(1, 6, 64, generator=torch.Generator().manual_seed(2))
+    replay.choice = torch.tensor([[0, 1], [3, 2], [1, 3], [0, 2], [2, 1], [3, 0]])
+    expected = torch.zeros(6, 64)
+    for t, chosen in enumerate(replay.choice.tolist()):
+        scores = (dense.gate.weight @ x[0, t]).softmax(-1)
+        for e in chosen:
+            gate, up = (dense.experts.gate_up_proj[e] @ x[0, t]).chunk(2)
+            y = dense.experts.down_proj[e] @ (torch.nn.functional.silu(gate) * up)
+            expected[t] += scores[e] / scores[chosen].sum() * y
+    torch.testing.assert_close(block(x)[0], expected, atol=1e-5, rtol=1e-4)
+
+
 def test_expert_lora_equals_merged_weights(tmp_path):
     """ΔW = s·B·A with s = alpha / r: forward equals transformers with W + ΔW, and dA = s·Bᵀ·dW, dB = s·dW·Aᵀ."""
     folder = quantized(tiny_checkpoint("Qwen3Moe", tmp_path / "source"), tmp_path / "nvfp4")

@@ -18,6 +18,7 @@ import dataclasses
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -644,6 +645,28 @@ def test_values_that_cannot_work_are_refused(flag, value):
     setattr(args, flag, value)
     with pytest.raises(UserError, match=f"--{flag.replace('_', '-')} {value} must be at least"):
         train_grpo.check_flags(args, world=1)
+
+
+@pytest.mark.parametrize("prompts", [[[7, 8, 1, 2], [7, 8, 3]], [[1, 2], [3]], [[5, 6, 7]]])
+def test_replayed_experts_lie_beside_their_tokens(prompts):
+    """Choices that spell the token's id: the row's must spell its ids, also where only one sample knows the prompt's."""
+
+    def sample(prompt, completion, known):
+        ids = np.array(prompt + completion[:-1], np.int16)
+        experts = np.stack([np.stack([ids, ids + 100], 1), np.stack([ids + 200, ids + 300], 1)], 1)  # (T, layers, k)
+        experts[: 0 if known else len(prompt) - 1] = -1  # served from the prefix cache
+        return Sample(prompt, completion, [0.0] * len(completion), "", "stop", 0, experts)
+
+    samples = [
+        sample(prompt, completion, known=number == 1)
+        for prompt in prompts
+        for number, completion in enumerate(([11, 12], [13], [14, 15, 16]))
+    ]
+    segments = make_segments(samples, torch.tensor([[1.0, 0.0, -1.0]] * len(prompts)), 100)
+    batch = pack(segments)
+    ids = batch.input_ids[0]
+    assert batch.experts.tolist() == torch.stack([ids, ids + 100, ids + 200, ids + 300]).view(2, 2, -1).mT.tolist()
+    assert pack([]).experts is None
 
 
 def test_an_engine_without_logprobs_stops_the_run():
