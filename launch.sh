@@ -260,7 +260,9 @@ case $COMMAND in
 test)
   prepare_smoke_model
   unset WORLD_SIZE LOCAL_WORLD_SIZE
-  exec .venv/bin/python -m pytest "${WORDS[@]+"${WORDS[@]}"}"
+  # Two files of tests at a time, each with half of the cores: most of a test is one thread, such as the start of an engine.
+  export OMP_NUM_THREADS=$((CORES > 1 ? CORES / 2 : 1))
+  exec .venv/bin/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder "${WORDS[@]+"${WORDS[@]}"}"
   ;;
 eval)
   prepare_smoke_model

@@ -131,7 +131,8 @@ def test_eval_and_test_get_their_words(folder):
     started, _ = launch(folder, "eval", "--model", "M", "--k", "4", NPROC="2")
     assert started[-1][1][-5:] == ["eval_aime.py", "--model", "M", "--k", "4"]
     started, _ = launch(folder, "test", "-k", "one or two")
-    assert started[-1][:2] == ["python", ["-m", "pytest", "-k", "one or two"]]
+    program, words, _ = started[-1]
+    assert (program, words[:2], words[-2:]) == ("python", ["-m", "pytest"], ["-k", "one or two"])
 
 
 def gb200(folder, number):
