@@ -76,6 +76,28 @@ def test_lora_on_a_cpu_is_x_a_b(indices):
     assert (y == before).all()
 
 
+@pytest.mark.parametrize("vocabulary", [1000, 1024])
+def test_tokens_come_with_their_probability(vocabulary):
+    """Against the softmax: frequencies by χ², each draw by the distribution function in fp64, and nothing that top-k cut off."""
+    pytest.importorskip("vllm")
+    draw = torch.Generator().manual_seed(0)
+    logits = (2 * torch.randn(vocabulary, generator=draw)).expand(20000, -1)  # (N, V)
+    generators = {row: torch.Generator().manual_seed(row) for row in range(20000)}
+    tokens, logprobs = rollout.sample_tokens(None, logits.clone(), generators, None, None)
+    expected = logits[0].double().softmax(-1)  # (V,)
+    torch.testing.assert_close(logprobs[7].double(), expected.log(), atol=1e-5, rtol=0)
+    counts = torch.bincount(tokens, minlength=vocabulary)  # (V,)
+    chi2 = ((counts - 20000 * expected) ** 2 / (20000 * expected)).sum()
+    assert abs(chi2 - vocabulary) < 5 * (2 * vocabulary) ** 0.5
+    drawn = [torch.rand(1, generator=torch.Generator().manual_seed(row), dtype=torch.float64) for row in range(500)]
+    slow = torch.searchsorted(expected.cumsum(0), torch.cat(drawn), right=True)  # (500,)
+    assert (tokens[:500] == slow).sum() >= 499  # a number within 1e-7 of a step may fall on its other side
+    top = torch.full((20000,), 3)  # (N,)
+    tokens, logprobs = rollout.sample_tokens(None, logits.clone(), generators, top, None)
+    assert set(tokens.tolist()) == set(expected.topk(3).indices.tolist())
+    assert logprobs.isfinite().sum(-1).tolist() == [3] * 20000
+
+
 # --- Sleep: vLLM's own state machine over workers that only take notes ------------------------------------------------
 
 

@@ -75,6 +75,28 @@ def train_naive(policy: nn.Module, samples: list[Sample], advantages: torch.Tens
         (-(logprobs - logprobs.detach()).exp() * weight).sum().div(num_tokens).backward()
 
 
+def matmul_floor(policy: nn.Module, samples: list[Sample], advantages: torch.Tensor, rounds: int) -> float:
+    """Seconds for the matrix products alone that the phase cannot do without, dense bf16 weights at hand: every frozen layer
+    over the packed tokens and its transpose for the backward, the head over the trained tokens and its transpose."""
+    (row,) = train_grpo.balance(train_grpo.make_segments(samples, advantages, 10**6), 1, 10**6)[0]
+    batch, model = train_grpo.pack(row), policy.model.get_base_model()
+    layers = [m for m in model.modules() if isinstance(m, model_nvfp4.NVFP4Linear)]
+    sizes = [(batch.input_ids.shape[1], m.out_features, m.in_features) for m in layers]
+    vocabulary, hidden = model.get_output_embeddings().weight.shape
+    sizes.append((len(batch.targets), vocabulary, hidden))
+    operands = {
+        (t, n, k): [torch.randn(*shape).bfloat16() for shape in ((t, k), (n, k), (t, n))] for t, n, k in set(sizes)
+    }
+    seconds = []
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        for x, weight, dy in map(operands.get, sizes):
+            F.linear(x, weight)
+            dy @ weight
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="models/SmolLM2-135M-Instruct-NVFP4")
@@ -137,6 +159,10 @@ def main() -> None:
         print(
             f"{name:6s} {statistics.median(values):6.2f} s  {tokens / statistics.median(values):6.0f} completion tokens/s"
         )
+    floor = matmul_floor(sides["ours"][0], samples, advantages, args.rounds)
+    print(
+        f"matmuls alone {floor:.2f} s: ours spends {100 * floor / statistics.median(seconds['ours']):.0f} % of its time there"
+    )
     print(f"naive / ours {statistics.median(b / a for a, b in zip(seconds['ours'], seconds['naive'])):.2f}")
     print(f"gradients differ by {((ours - naive).norm() / naive.norm()).item():.4f} relative (bf16)")
 
