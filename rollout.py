@@ -14,8 +14,8 @@ What is left out, and why:
 4. No folder between trainer and engine: the tensors go into the worker by the calls that vLLM makes after reading a file
    (private ones of the pinned version, in `put_adapter`), and their checksum is read back each time.
 
-On a machine without a GPU vLLM has no NVFP4 kernel and its LoRA is five times too slow; the section "vLLM on a CPU" mends
-both with public hooks. Nothing of it runs where there is a GPU.
+On a machine without a GPU vLLM has no NVFP4 kernel, its LoRA is five times too slow and its sampler takes a third of the
+time; the section "vLLM on a CPU" mends that. Nothing of it runs where there is a GPU.
 """
 
 from __future__ import annotations

@@ -56,11 +56,12 @@ test below checks that every test named here exists.
 30. accelerate 4071, ms-swift 9935, prime-rl 1035: a resume repeats data: test_kill_9_at_any_instant_then_the_same_command,
     test_refills_are_drawn_from_seed_step_and_round_alone
 31. ms-swift 7858: all ranks sample the same: test_two_ranks_train_and_one_goes_on, test_sample_seeds
-32. NeMo-RL 3504, prime-rl 1520: shared disk in the sync. Each rank writes and reads a folder of its own in /dev/shm
+32. NeMo-RL 3504, prime-rl 1520: shared disk in the sync. The adapter goes to the engine in memory: test_one_engine
 33. vLLM 54974, TRT-LLM 14199: one global scale for fused layers: test_check_checkpoint_names_the_fault,
     test_unequal_global_scales_are_rewritten_where_that_is_exact
 34. QeRL 14, 21: published figures without the recipe. Flags, versions and commit are in config.json: test_the_users_command
-35. SkyRL 1776: KL explodes on a mixture of experts: test_vllm_and_the_trainer_agree, test_expert_lora_equals_merged_weights
+35. SkyRL 1776: KL explodes on a mixture of experts: test_vllm_and_the_trainer_agree, test_expert_lora_equals_merged_weights,
+    test_routers_replay_what_they_are_told
 """
 
 import re
