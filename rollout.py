@@ -380,20 +380,22 @@ def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of the bits of a bf16 or fp16 matrix, four numbers at a time, modulo 2⁶⁴: exact, in any order, by any slices
     of whole rows or of columns by fours. (A sum in fp64 takes ten times as long.)
     """
-    rows = torch.nn.functional.pad(tensor, (0, -tensor.shape[-1] % 4)).contiguous()  # (rows, a multiple of 4)
-    return rows.view(torch.int64).sum()  # ()
+    if tensor.shape[-1] % 4:
+        tensor = torch.nn.functional.pad(tensor, (0, -tensor.shape[-1] % 4))  # (rows, a multiple of 4)
+    return tensor.contiguous().view(torch.int64).sum()  # ()
 
 
 def adapter_checksum(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> list[int]:
     """[of A, of B], B multiplied with alpha / r as vLLM holds it; `tensors` in the engine's dtype."""
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
-    helper, result = peft_helper(config), torch.zeros(2, dtype=torch.int64)  # (A | B)
+    helper, parts = peft_helper(config), [[torch.zeros((), dtype=torch.int64)] for _ in "AB"]
     for name, tensor in tensors.items():
         if ".experts." not in name:
             module, is_a = parse_fine_tuned_lora_name(name)
-            result[0 if is_a else 1] += bit_sum(tensor if is_a else tensor * helper.get_rank_and_scaling(module)[1])
-    return [checksum % 2**64 for checksum in result.tolist()]
+            scaled = tensor if is_a else tensor * helper.get_rank_and_scaling(module)[1]
+            parts[0 if is_a else 1].append(bit_sum(scaled))
+    return [torch.stack(sums).sum().item() % 2**64 for sums in parts]
 
 
 def slot_checksum(worker: Any) -> tuple[list[int], int]:
