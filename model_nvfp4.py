@@ -1045,12 +1045,20 @@ def expert_slices(root: nn.Module) -> dict[str, list[tuple[str, int, slice]]]:
     return slices
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor behind an FSDP shard, else the tensor itself. Collective, except for one rank: asking takes longer there
+    than copying."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.full_tensor() if tensor.device_mesh.size() > 1 else tensor.to_local()
+
+
 def lora_state_dict(root: nn.Module) -> dict[str, torch.Tensor]:
     """Full fp32 CPU tensors under PEFT's saved names, the same on every rank. Collective: every rank must call."""
     full = {}
     for name, parameter in lora_parameters(root).items():
         tensor = parameter.detach()
-        full[name] = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).to("cpu", copy=True)
+        full[name] = whole(tensor).to("cpu", copy=True)
     for stacked, experts in expert_slices(root).items():
         a, b = full.pop(f"{stacked}_lora_A"), full.pop(f"{stacked}_lora_B")  # (E, r, K), (E, N, r)
         for name, expert, rows in experts:

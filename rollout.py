@@ -387,14 +387,12 @@ def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 def adapter_checksum(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> list[int]:
     """[of A, of B], B multiplied with alpha / r as vLLM holds it; `tensors` in the engine's dtype."""
-    from vllm.lora.utils import parse_fine_tuned_lora_name
-
     helper, parts = peft_helper(config), [[torch.zeros((), dtype=torch.int64)] for _ in "AB"]
     for name, tensor in tensors.items():
         if ".experts." not in name:
-            module, is_a = parse_fine_tuned_lora_name(name)
-            scaled = tensor if is_a else tensor * helper.get_rank_and_scaling(module)[1]
-            parts[0 if is_a else 1].append(bit_sum(scaled))
+            module, _, matrix = name.removeprefix("base_model.model.").rpartition(".lora_")
+            scaled = tensor if matrix.startswith("A") else tensor * helper.get_rank_and_scaling(module)[1]
+            parts[matrix.startswith("B")].append(bit_sum(scaled))
     return [torch.stack(sums).sum().item() % 2**64 for sums in parts]
 
 

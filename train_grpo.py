@@ -845,8 +845,7 @@ def optimizer_tensors(policy: nn.Module, optimizer: torch.optim.Optimizer) -> di
     tensors = {}
     for name, parameter in policy.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
-            full = value.full_tensor() if hasattr(value, "full_tensor") else value
-            tensors[f"{name}|{key}"] = full.detach().to("cpu", copy=True).contiguous()
+            tensors[f"{name}|{key}"] = model_nvfp4.whole(value).detach().to("cpu", copy=True).contiguous()
     return tensors
 
 
@@ -1141,7 +1140,7 @@ def optimizer_step(optimizer: torch.optim.Optimizer, loss: torch.Tensor, num_tok
     gradient, or on any rank the `loss`, is NaN or infinite: the norm returned then is no finite number.
     """
     norm = nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], max_norm)
-    norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
+    norm = model_nvfp4.whole(norm).item()
     dist.all_reduce(loss)  # () NaN and infinity survive a sum
     if not math.isfinite(loss.item()):
         norm = math.nan
