@@ -574,10 +574,10 @@ def token_logprobs(policy: nn.Module, batch: Batch, temperature: float) -> tuple
     return policy(*inputs, temperature, batch.experts)
 
 
-def replay_stats(policy: nn.Module) -> dict[str, torch.Tensor]:
+def replay_stats(policy: nn.Module, logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
     """Of the last forward, over all routers: choices in which the trainer's agrees with the engine's, choices replayed."""
     counts = [replay.agreement for replay in policy.replays.values() if replay.choice is not None]
-    alike, known = torch.stack(counts).sum(0) if counts else torch.zeros(2)
+    alike, known = torch.stack(counts).sum(0) if counts else logprobs.new_zeros(2)  # (), ()
     return {"experts_alike": alike, "experts_known": known}
 
 
@@ -1371,7 +1371,7 @@ def main() -> None:
                         weights=batch.corrections, reference_logprobs=batch.reference_logprobs, **loss_settings,
                     )  # fmt: skip
                     (loss * batch.weight * world).backward()  # FSDP averages over ranks; the loss wants the sum
-                    sums |= gap_stats(logprobs, batch.sampler_logprobs) | replay_stats(policy)
+                    sums |= gap_stats(logprobs, batch.sampler_logprobs) | replay_stats(policy, logprobs)
                     sums |= {"entropy": entropy.sum(), "loss": loss.detach()}
                     stats.append({name: value * batch.weight for name, value in sums.items()})
                     loss_sum += stats[-1]["loss"]
