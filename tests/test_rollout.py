@@ -440,12 +440,15 @@ def test_tensor_parallel(tiny, one_rank, ranks):
     torchrun(ranks, __file__, tiny, 2, out)
     seen = json.loads(out.read_text())
     check_engine(seen, replicas=ranks // 2, damaged=[False] * (ranks - 2) + [True, True])
-    equal = [(a, b) for a, b in zip(seen["samples"], one_rank["samples"]) if a[0] == b[0]]
-    assert len(equal) >= 20  # of 24; a sampled token flips when two noisy scores are closer than the rounding
-    gaps = torch.tensor([abs(p - q) for a, b in equal for p, q in zip(a[1], b[1])])
-    assert gaps.mean() < 0.01
-    for (a, _, _), (b, _, _) in zip(seen["samples"], one_rank["samples"]):
-        assert a[0] == b[0] or len(equal) < 24  # same seeds: even a sample that parts later starts alike
+    # Same seeds, same policy: a sample parts from its twin only where rounding moves a step of the distribution function past
+    # its number (64 nearly equal tokens have many such steps); up to there the log-probs are the same.
+    pairs, gaps = list(zip(seen["samples"], one_rank["samples"])), []
+    for (ids, logprobs, _), (twin_ids, twin_logprobs, _) in pairs:
+        alike = next((i for i, (p, q) in enumerate(zip(ids, twin_ids)) if p != q), min(len(ids), len(twin_ids)))
+        gaps += [abs(p - q) for p, q in zip(logprobs[:alike], twin_logprobs[:alike])]
+    assert sum(a[0] == b[0] for a, b in pairs) >= 12  # of 24; other seeds would make none
+    assert len(gaps) > 12 * 24 / 2
+    assert sum(gaps) / len(gaps) < 0.01
 
 
 @pytest.mark.slow
