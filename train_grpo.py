@@ -415,9 +415,13 @@ class BlockAttention(torch.autograd.Function):
         shared = order[layout[0] == 0]  # (shared,)
         segments, lengths = layout[0].unique_consecutive(return_counts=True)  # (segments,) ×2
         for segment, length in zip(segments.tolist(), lengths.tolist()):
+            completions = layout[1, start : start + length].contiguous()  # (length,) ascending, 0 first
+            prompt_end = start + int((completions == 0).sum())
             for first in range(start, start + length, BlockAttention.ROWS):
                 rows = slice(first, min(first + BlockAttention.ROWS, start + length))
-                keys = order[start : rows.stop]  # (keys,); nobody sees what comes later in the row
+                # The prompt, and from the completion in which the block begins: nobody here sees what lies between or comes later.
+                begin = start + int(torch.searchsorted(completions, completions[first - start]))
+                keys = torch.cat([order[start : min(prompt_end, begin)], order[begin : rows.stop]])  # (keys,)
                 keys = torch.cat([shared, keys]) if segment else keys  # (keys,)
                 (completion, position), (own, at) = layout[1:, keys], layout[1:, rows, None]  # (keys,) ×2, (rows, 1) ×2
                 hidden = ((completion != 0) & (completion != own)) | (position > at)  # (rows, keys)
@@ -1329,7 +1333,7 @@ def main() -> None:
     for step in range(start_step, args.steps):
         # A collective that is stuck raises after --timeout; this is for an engine that is stuck by itself.
         faulthandler.dump_traceback_later(2 * 60 * args.timeout, exit=True)
-        seconds, saving = saving, {}  # a checkpoint's time counts with the next line of the log
+        seconds, saving = saving, {}  # the time of log and checkpoint counts with the next line of the log
         problems, samples, verdicts, values, missing = [], [], [], [], P
         with report.timed(seconds, "generate"), awake(engine):  # vLLM owns the GPU inside this block
             with report.timed(seconds, "push"):
@@ -1387,11 +1391,12 @@ def main() -> None:
         m |= {"lr": lr, "reasons": dict(Counter(v.reason for v in verdicts)), "seconds": seconds}
         m |= {"memory_gib": report.memory_gib(), "adapter_crc": checksum, "engine": engine.stats}
         if rank == 0:
-            metrics.append(m)
-            report.append_jsonl(run_dir / "metrics.jsonl", [m])
-            records = report.sample_records(done, problems, samples, verdicts, shaped)
-            report.append_jsonl(run_dir / "samples.jsonl", records)
-            report.report_step(bar, m, args.steps, samples[0] if step % args.print_every == 0 else None)
+            with report.timed(saving, "log"):
+                metrics.append(m)
+                report.append_jsonl(run_dir / "metrics.jsonl", [m])
+                records = report.sample_records(done, problems, samples, verdicts, shaped)
+                report.append_jsonl(run_dir / "samples.jsonl", records)
+                report.report_step(bar, m, args.steps, samples[0] if step % args.print_every == 0 else None)
         bad_steps = bad_steps + 1 if m["skipped"] else 0
         check_step(m, args.max_logprob_gap, bad_steps, run_dir / "samples.jsonl")
         if done % args.save_every == 0 or done == args.steps:

@@ -103,6 +103,9 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=8, help="groups of 8 with spread, about half of a step's 16")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--memory", choices=["ours", "naive"])
+    parser.add_argument(
+        "--samples", type=int, default=8, help="rows with --memory; fewer where the naive side does not fit"
+    )
     args = parser.parse_args()
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         os.environ.setdefault(name, value)
@@ -114,14 +117,14 @@ def main() -> None:
         return [rng.randrange(100, 40000) for _ in range(n)]
 
     if args.memory:
-        samples = [Sample(words(48), words(2000), [-9.0] * 2000, "", "stop", 0) for _ in range(8)]
+        samples = [Sample(words(48), words(2000), [-9.0] * 2000, "", "stop", 0) for _ in range(args.samples)]
         for sample in samples:
             sample.prompt_ids = samples[0].prompt_ids
-        advantages = torch.randn(1, 8)
+        advantages = torch.randn(1, args.samples)
         if args.memory == "ours":
             policy = build(args.model, train_grpo.Policy, "grouped")
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            train_ours(policy, samples, advantages, max_tokens=2048)
+            train_ours(policy, samples, advantages, max_tokens=10**6)  # one micro-batch, as on the other side
         else:
             policy = build(args.model, NaivePolicy, "sdpa")
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
