@@ -1,7 +1,7 @@
 """The training phase against the naive one: padded rows of 16, logits of all positions in fp32. One process, ratios.
 
     python tests/benchmarks/bench_step.py [--groups 8] [--rounds 3]
-    python tests/benchmarks/bench_step.py --memory ours|naive [--samples 8]   # peak of that many rows of 2048 tokens, one side a process
+    python tests/benchmarks/bench_step.py --memory ours|naive [--samples 8]   # peak of rows of 2048 tokens, one side a process
 
 Both sides train the same samples of the embedded task on the same NVFP4 weights and must give the same gradient.
 """
