@@ -63,9 +63,7 @@ class Sample:
     text: str
     finish_reason: str  # "stop" or "length"
     seed: int
-    experts: np.ndarray | None = (
-        None  # (prompt + T - 1, layers, k) chosen by the engine's routers, -1 where it did not say
-    )
+    experts: np.ndarray | None = None  # (prompt + T - 1, layers, k) the routers' choices, -1 where the engine says none
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -337,6 +335,7 @@ def read_adapter(folder: str | Path) -> tuple[dict[str, torch.Tensor], dict[str,
 
 
 def peft_helper(config: dict[str, Any]) -> Any:
+    """vLLM's reading of an adapter_config.json, from which it takes the rank and alpha / r of each module."""
     from vllm.lora.peft_helper import PEFTHelper
 
     return PEFTHelper.from_dict({"target_modules": []} | config)
@@ -674,9 +673,8 @@ def prepare_cpu() -> None:
     PunicaWrapperCPU.add_lora_linear = add_lora_linear
     PunicaWrapperCPU.add_lora_logits = add_lora_logits
     TopKTopPSampler.forward_cpu = sample_tokens
-    sampler.batched_count_greater_than = lambda x, values: torch.zeros(
-        len(x), dtype=torch.int64
-    )  # ranks: nobody reads them
+    # The rank of each sampled token, in two passes over (N, V); nobody reads it.
+    sampler.batched_count_greater_than = lambda x, values: torch.zeros(len(x), dtype=torch.int64)  # (N,)
     serve_experts()
     torch._dynamo.config.disable = True  # vLLM compiles one tiny sampler function; that needs a C++ compiler and 30 s
 
@@ -863,14 +861,14 @@ def sample_tokens(
     for row, generator in generators.items():
         draws[row] = torch.rand(1, generator=generator, dtype=torch.float64)  # (1,)
     target = draws * ends[:, -1:]  # (N, 1)
-    block = torch.searchsorted(ends, target, right=True)  # (N, 1)
+    # NaN logits end up past the last block; their log-probs then stop the run in a sentence (`check_step`).
+    block = torch.searchsorted(ends, target, right=True).clamp(max=ends.shape[1] - 1)  # (N, 1)
     inside = blocks[torch.arange(rows), block[:, 0]].double().cumsum(-1)  # (N, 256)
     rest = target - ends.gather(1, block) + sums.gather(1, block)  # (N, 1)
     # The two sums of a block differ by their rounding; a token of probability zero must not come out.
     rest = torch.minimum(rest, inside[:, -1:] * (1 - 1e-12))  # (N, 1)
-    return (256 * block + torch.searchsorted(inside, rest, right=True))[:, 0], logits.sub_(
-        peak + ends[:, -1:].log().float()
-    )
+    tokens = (256 * block + torch.searchsorted(inside, rest, right=True)).clamp(max=vocabulary - 1)  # (N, 1)
+    return tokens[:, 0], logits.sub_(peak + ends[:, -1:].log().float())  # (N,), (N, V)
 
 
 def versions() -> dict[str, str]:

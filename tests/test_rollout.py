@@ -96,6 +96,9 @@ def test_tokens_come_with_their_probability(vocabulary):
     tokens, logprobs = rollout.sample_tokens(None, logits.clone(), generators, top, None)
     assert set(tokens.tolist()) == set(expected.topk(3).indices.tolist())
     assert logprobs.isfinite().sum(-1).tolist() == [3] * 20000
+    broken, logprobs = rollout.sample_tokens(None, torch.full((2, vocabulary), torch.nan), {}, None, None)
+    assert (broken < vocabulary).all()  # a token that exists, with a log-prob at which the trainer stops
+    assert logprobs.isnan().all()
 
 
 # --- Sleep: vLLM's own state machine over workers that only take notes ------------------------------------------------
