@@ -286,6 +286,10 @@ def report_failure(error: Exception, seconds_for_the_first: float = 5.0) -> int:
     torchrun's report ends with the error file of the rank that it saw fail first, so the sentence goes there. A rank that
     merely lost a peer in a collective waits: torchrun then has the time to see the real one and to end this one unheard.
     """
+    # torchrun's SIGTERM may come within milliseconds; it then waits until the error's own stack is in the file, since a
+    # dump of this function would tell nothing.
+    told_to_stop: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: told_to_stop.append(number))
     rank, host = int(os.environ.get("RANK", 0)), socket.gethostname()
     told, stack = " ".join(str(error).split()), "".join(traceback.format_exception(error))
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE)
@@ -293,6 +297,9 @@ def report_failure(error: Exception, seconds_for_the_first: float = 5.0) -> int:
     if stacks_path and not full:
         with open(stacks_path, "a") as file:
             file.write(stack)
+    signal.signal(signal.SIGTERM, before)  # Python's own record, so without the dump: the stack is told
+    for number in told_to_stop:
+        signal.raise_signal(number)
     if isinstance(error, UserError):
         sentence = told
     elif full:

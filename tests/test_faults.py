@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import re
+import signal
 import string
 import subprocess
 import sys
@@ -378,3 +379,31 @@ def test_one_sentence_and_an_exit_code(error, code, sentence, tmp_path, monkeypa
     assert re.search(sentence, told)
     assert told.count("\n") == 1 or "OutOfMemory" in told  # a fault of ours comes with its stack, before the sentence
     assert json.loads((tmp_path / "error.json").read_text())["message"] in told  # what torchrun's report will end with
+
+
+def test_a_rank_told_to_stop_while_it_fails_still_tells_where(tmp_path):
+    """torchrun sees the first dead rank within milliseconds of the others, so its SIGTERM may come at any instruction."""
+    script = f"""
+import os, signal, sys, traceback
+from pathlib import Path
+sys.path.insert(0, {str(PROJECT)!r})
+import report
+report.dump_stacks(Path({str(tmp_path)!r}), 0)
+format_exception = traceback.format_exception
+
+def interrupted(error):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return format_exception(error)
+
+def where_it_broke():
+    raise RuntimeError("broken")
+
+traceback.format_exception = interrupted
+try:
+    where_it_broke()
+except RuntimeError as error:
+    report.report_failure(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGTERM, done.stderr
+    assert "in where_it_broke" in (tmp_path / "stacks" / "rank-0.txt").read_text()
