@@ -589,14 +589,14 @@ def activation_bytes(m: Model, run: Run) -> float:
 
 
 def visited_keys(run: Run) -> float:
-    """Keys of a micro-batch in train_grpo.visits: each prompt's own, and each completion's with its prompt's before them."""
+    """Keys of a micro-batch in train_grpo.visits, where completions begin to differ at once: each one's with its prompt's."""
     prompt, completions = run.prompt_tokens, run.group_size * run.completion_tokens
-    return run.max_tokens * (prompt + run.group_size * prompt + completions) / (prompt + completions)
+    return run.max_tokens * (run.group_size * prompt + completions) / (prompt + completions)
 
 
 def visits_bytes(m: Model, run: Run) -> float:
     """train_grpo.grouped_attention: the bf16 keys and values that flash attention keeps of every layer that is not
-    recomputed, the prompt's once more for each completion."""
+    recomputed, the prompt's once for each completion."""
     width = sum(w.out for w in m.parts if w.layer == 0 and re.search(r"\.(k|v|kv_b)_proj$", w.name))
     return 2 * width * visited_keys(run) * (1 if run.activation_checkpointing else m.fields.num_hidden_layers)
 

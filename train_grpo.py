@@ -11,8 +11,7 @@ What we left out of the papers, and why:
 2. No second forward for old log-probs: they are the sampler's own, so one clipped ratio π_trainer/π_sampler corrects both
    staleness and the difference between the two programs.
 3. No reference model: the frozen base under the adapter is one, `--kl-coef` switches the adapter off to ask it.
-4. No padding and no repeated prompts: a row holds what its prompts share once, each prompt's rest once, and the completions
-   side by side (`pack`).
+4. No padding and nothing twice: a row is a tree of tokens, in which what samples begin with alike is computed once (`pack`).
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ import sys
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -56,7 +54,8 @@ from model_nvfp4 import UserError
 from rollout import Sample, awake, generate, push_adapter
 
 # Axis legend: P prompts of a step (all ranks) · G samples per prompt · N = P·G · T tokens of a row · S trained tokens ·
-# V vocabulary · H hidden · r LoRA rank. Sums over tokens run over completion tokens only, end-of-sequence included.
+# U of them that differ (in token or history) · V vocabulary · H hidden · r LoRA rank. Sums over tokens run over completion
+# tokens only, end-of-sequence included.
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -185,7 +184,7 @@ def score_together(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Micro-batches: one prompt, its completions side by side
+# Micro-batches: samples as a tree of tokens, in which what two of them begin with is there once
 
 
 @dataclass
@@ -198,7 +197,7 @@ class Segment:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of input, alone in a row: a completion's last token predicts nothing that is trained, so it is no input."""
+        """Tokens of input at most: a completion's last token predicts nothing that is trained, so it is no input."""
         return len(self.prompt_ids) + sum(len(ids) - 1 for ids, _, _ in self.completions)
 
 
@@ -207,10 +206,11 @@ class Batch:
     """One row of packed segments. `layout` tells attention who may see whom; see `grouped_attention`."""
 
     input_ids: torch.Tensor  # (1, T)
-    position_ids: torch.Tensor  # (1, T), restarting after the prompt for each completion
-    layout: torch.Tensor  # (1, 1, 3, T) int32: segment (0: shared by all), completion (0: the prompt), position
-    sources: torch.Tensor  # (S,) where in the row the hidden state lies that predicts the token
-    targets: torch.Tensor  # (S,) the sampled tokens
+    position_ids: torch.Tensor  # (1, T), going back at each branch
+    layout: torch.Tensor  # (1, 1, 2, T) int32: where in the row the token's branches end, its position
+    sources: torch.Tensor  # (U,) where in the row the hidden state lies that predicts a token; pairs that differ
+    targets: torch.Tensor  # (U,) the token
+    picks: torch.Tensor  # (S,) of the sampled tokens: which pair it is
     sampler_logprobs: torch.Tensor  # (S,) from the engine
     old_logprobs: torch.Tensor  # (S,) the ratio's denominator: the sampler's, unless --old-logprobs trainer
     advantages: torch.Tensor  # (S,)
@@ -277,66 +277,69 @@ def balance(segments: list[Segment], world: int, max_tokens: int) -> list[list[l
         per_rank += 1
 
 
-def first_known(experts: list[np.ndarray]) -> np.ndarray:
-    """(T, layers, k) choices of several samples for the same tokens: the first sample's, others' where it has none (-1)."""
-    merged = experts[0].copy()
-    for others in experts[1:]:
-        np.copyto(merged, others, where=merged < 0)
-    return merged
+def common(first: list[int], second: list[int]) -> int:
+    """The number of tokens that both begin with."""
+    return next((i for i, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second)))
 
 
 def pack(row: list[Segment]) -> Batch:
     """Segments to one row of tensors: the only place where ragged lists become tensors. An empty row gets weight 0.
 
-    The row is a tree: what all prompts begin with (instructions, worked examples), the rest of each, their completions.
+    The row is the tree of all samples, depth first: instructions that all prompts share, a prompt, what its completions begin
+    with alike, and so on are computed once; the gradient is that of separate rows. Samples in lexical order are in tree order,
+    and each adds what it does not share with the one before. A token that several chose at the same place is one pair.
     """
-    sources, targets, logprobs, advantages, sample_of = [], [], [], [], []  # S each
-    num_samples = 0
     segments = row or [Segment([0], [([0], [0.0], 0.0)])]
-    prompts = [segment.prompt_ids for segment in segments]
-    shared = next((i for i, tokens in enumerate(zip(*prompts)) if len(set(tokens)) > 1), min(map(len, prompts)))
-    ids, positions = prompts[0][:shared], [*range(shared)]  # T each, when all is in
-    segment_of, completion_of = [0] * shared, [0] * shared  # T each
-    chosen = [first_known([e[:shared] for s in row for e in s.experts])] if row and row[0].experts else []  # T in all
-    for number, segment in enumerate(segments, start=1):
-        length = len(segment.prompt_ids)
-        ids += segment.prompt_ids[shared:]
-        positions += range(shared, length)
-        segment_of += [number] * (length - shared + sum(len(ids) - 1 for ids, _, _ in segment.completions))
-        completion_of += [0] * (length - shared)
-        prompt_end = len(ids) - 1 if length > shared else shared - 1
-        if segment.experts:
-            chosen += [first_known([e[shared:length] for e in segment.experts]), *[e[length:] for e in segment.experts]]
-        for which, (completion, its_logprobs, advantage) in enumerate(segment.completions, start=1):
-            assert len(its_logprobs) == len(completion), f"{len(its_logprobs)} log-probs of {len(completion)} tokens"
-            start = len(ids)
-            ids += completion[:-1]
-            positions += range(length, length + len(completion) - 1)
-            completion_of += [which] * (len(completion) - 1)
-            sources += [prompt_end, *range(start, start + len(completion) - 1)]
-            targets += completion
-            logprobs += its_logprobs
-            advantages += [advantage] * len(completion)
-            sample_of += [num_samples] * len(completion)
-            num_samples += 1
+    completions = [completion for segment in segments for completion in segment.completions]
+    inputs = [segment.prompt_ids + ids[:-1] for segment in segments for ids, _, _ in segment.completions]
+    prompt_lengths = [len(segment.prompt_ids) for segment in segments for _ in segment.completions]
+    ids, positions, ends = [], [], []  # T each
+    before, path, paths = [], [], [[]] * len(inputs)  # a path: where in the row the tokens of a sample are
+    for sample in sorted(range(len(inputs)), key=inputs.__getitem__):
+        shared = common(before, inputs[sample])
+        for place in path[shared:]:  # nothing more comes below these
+            ends[place] = len(ids)
+        path = paths[sample] = path[:shared] + list(range(len(ids), len(ids) + len(inputs[sample]) - shared))
+        ids += inputs[sample][shared:]
+        positions += range(shared, len(inputs[sample]))
+        ends += [0] * (len(ids) - len(ends))
+        before = inputs[sample]
+    for place in path:
+        ends[place] = len(ids)
+    pairs: dict[tuple[int, int], int] = {}
+    picks, logprobs, advantages, sample_of = [], [], [], []  # S each
+    for sample, (completion, its_logprobs, advantage) in enumerate(completions):
+        assert len(its_logprobs) == len(completion), f"{len(its_logprobs)} log-probs of {len(completion)} tokens"
+        sources = paths[sample][prompt_lengths[sample] - 1 :]
+        picks += [pairs.setdefault(pair, len(pairs)) for pair in zip(sources, completion)]
+        logprobs += its_logprobs
+        advantages += [advantage] * len(completion)
+        sample_of += [sample] * len(completion)
+    experts = None
+    if row and row[0].experts:
+        chosen = [choice for segment in row for choice in segment.experts]
+        experts = np.full((len(ids), *chosen[0].shape[1:]), -1, chosen[0].dtype)  # (T, layers, k)
+        for path, choice in zip(paths, chosen):  # the first sample's that has one: a cached prompt has none
+            experts[path] = np.where(experts[path] < 0, choice, experts[path])
     sampler_logprobs = torch.tensor(logprobs, dtype=torch.float32)  # (S,)
     return Batch(
         input_ids=torch.tensor([ids]),  # (1, T)
         position_ids=torch.tensor([positions]),  # (1, T)
-        layout=torch.tensor([[[segment_of, completion_of, positions]]], dtype=torch.int32),  # (1, 1, 3, T)
-        sources=torch.tensor(sources),  # (S,)
-        targets=torch.tensor(targets),  # (S,)
+        layout=torch.tensor([[[ends, positions]]], dtype=torch.int32),  # (1, 1, 2, T)
+        sources=torch.tensor([source for source, _ in pairs]),  # (U,)
+        targets=torch.tensor([target for _, target in pairs]),  # (U,)
+        picks=torch.tensor(picks),  # (S,)
         sampler_logprobs=sampler_logprobs,
         old_logprobs=sampler_logprobs,
         advantages=torch.tensor(advantages, dtype=torch.float32),  # (S,)
         samples=torch.tensor(sample_of),  # (S,)
         weight=1.0 if row else 0.0,
-        experts=torch.from_numpy(np.concatenate(chosen)).transpose(0, 1) if chosen else None,  # (layers, T, k)
+        experts=None if experts is None else torch.from_numpy(experts).transpose(0, 1),  # (layers, T, k)
     )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The policy: attention over shared prompts, log-probs without (T, V)
+# The policy: attention over the tree, log-probs without (T, V)
 
 
 def grouped_attention(
@@ -344,7 +347,7 @@ def grouped_attention(
     query: torch.Tensor,  # (1, heads, T, D)
     key: torch.Tensor,  # (1, kv_heads, T, D)
     value: torch.Tensor,  # (1, kv_heads, T, D of the values)
-    attention_mask: torch.Tensor,  # (1, 1, 3, T): `Batch.layout`
+    attention_mask: torch.Tensor,  # (1, 1, 2, T): `Batch.layout`
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -352,13 +355,13 @@ def grouped_attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one packed row: a completion sees its prompt and itself, segments never see each other.
+    """Attention of one packed row: a token sees those before it whose branches have not ended, which are its own sample's.
 
     The layout travels where a 4-D attention mask would: transformers hands such a tensor through to the attention function
     untouched, so no model needs a line of code for this. On a GPU flash attention over (queries, visible keys) pairs; else,
     and for soft caps and sinks, which flash attention has not, `BlockAttention`.
     """
-    layout = attention_mask[0, 0]  # (3, T)
+    layout = attention_mask[0, 0]  # (2, T)
     scaling = scaling or query.shape[-1] ** -0.5
     plain = softcap is None and s_aux is None and query.shape[-1] == value.shape[-1] <= 256
     if query.is_cuda and plain and query.dtype != torch.float32:
@@ -376,31 +379,31 @@ def grouped_attention(
             scale=scaling, window_size=(sliding_window - 1 if sliding_window else -1, 0), enable_gqa=True,
         )  # fmt: skip  # (T, heads, D)
         return output[None], None  # (1, T, heads, D)
-    output = BlockAttention.apply(query, key, value, layout, scaling, sliding_window, softcap, s_aux)
+    if not hasattr(attention_mask, "blocks"):
+        attention_mask.blocks = {}  # type: ignore[attr-defined]
+    if sliding_window not in attention_mask.blocks:
+        attention_mask.blocks[sliding_window] = BlockAttention.blocks(layout, sliding_window)
+    blocks = attention_mask.blocks[sliding_window]
+    output = BlockAttention.apply(query, key, value, blocks, scaling, softcap, s_aux)
     return output.transpose(1, 2), None  # (1, T, heads, D)
 
 
 def visits(layout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A layout (3, T) as causal (queries, keys) pairs, what variable-length flash attention takes: the shared beginning visits
-    itself, the rest of a prompt that and itself, a completion both and itself, aligned at their last tokens. Returns which
-    token each key is (K,) and where each visit's queries and keys end, (visits + 1,) int32 each, with a zero in front.
+    """A layout (2, T) as causal (queries, keys) pairs, what variable-length flash attention takes: one for each sample, whose
+    own tokens see its path, aligned at their last tokens. Returns which token each key is (K,) and where each visit's queries
+    and keys end, (visits + 1,) int32 each, with a zero in front.
     """
-    runs, count = layout[:2].cpu().unique_consecutive(dim=1, return_counts=True)  # (2, visits), (visits,)
-    order, start, seen, above = torch.arange(layout.shape[1]), 0, [], {}
-    for segment, completion, length in zip(*runs.tolist(), count.tolist()):
-        own = order[start : start + length]  # (length,)
-        parents = [above[node] for node in ((0, 0), (segment, 0)) if node in above and node != (segment, completion)]
-        seen.append(torch.cat([*parents, own]))
-        if completion == 0:
-            above[segment, 0] = own
-        start += length
-    query_ends = F.pad(count.cumsum(0), (1, 0)).int()  # (visits + 1,)
+    ends, order = layout[0].cpu(), torch.arange(layout.shape[1])  # (T,), (T,)
+    starts = F.pad(1 + (ends[:-1] == order[1:]).nonzero()[:, 0], (1, 0))  # (visits,): after a token with nothing below
+    query_ends = F.pad(starts, (0, 1), value=len(ends)).int()  # (visits + 1,)
+    above = [order[:start][ends[:start] > start] for start in starts]
+    seen = [torch.cat([a, order[start:stop]]) for a, start, stop in zip(above, query_ends, query_ends[1:])]
     key_ends = F.pad(torch.tensor([len(keys) for keys in seen]).cumsum(0), (1, 0)).int()  # (visits + 1,)
     return torch.cat(seen).to(layout.device), query_ends.to(layout.device), key_ends.to(layout.device)
 
 
 class BlockAttention(torch.autograd.Function):
-    """Attention by its definition, a segment and `ROWS` queries at a time; probabilities are made again in backward.
+    """Attention by its definition, a block of queries at a time; probabilities are made again in backward.
 
     On a CPU a third less time than torch's own, whose backward takes six times its forward; and exact for soft caps (Gemma 2)
     and sinks (gpt-oss: a learned score per head that takes probability and gives nothing).
@@ -409,32 +412,29 @@ class BlockAttention(torch.autograd.Function):
     ROWS = 512
 
     @staticmethod
-    def blocks(layout: torch.Tensor, window: int | None) -> Iterator[tuple[torch.Tensor, slice, torch.Tensor]]:
-        """Keys (which tokens of the row), a slice of queries, and what to add to their scores, (queries, keys): 0 or −inf."""
-        order, start = torch.arange(layout.shape[1], device=layout.device), 0
-        shared = order[layout[0] == 0]  # (shared,)
-        segments, lengths = layout[0].unique_consecutive(return_counts=True)  # (segments,) ×2
-        for segment, length in zip(segments.tolist(), lengths.tolist()):
-            completions = layout[1, start : start + length].contiguous()  # (length,) ascending, 0 first
-            prompt_end = start + int((completions == 0).sum())
-            for first in range(start, start + length, BlockAttention.ROWS):
-                rows = slice(first, min(first + BlockAttention.ROWS, start + length))
-                # The prompt, and from the completion in which the block begins: nobody here sees what lies between or comes later.
-                begin = start + int(torch.searchsorted(completions, completions[first - start]))
-                keys = torch.cat([order[start : min(prompt_end, begin)], order[begin : rows.stop]])  # (keys,)
-                keys = torch.cat([shared, keys]) if segment else keys  # (keys,)
-                (completion, position), (own, at) = layout[1:, keys], layout[1:, rows, None]  # (keys,) ×2, (rows, 1) ×2
-                hidden = ((completion != 0) & (completion != own)) | (position > at)  # (rows, keys)
-                if window is not None:
-                    hidden |= position <= at - window
-                yield keys, rows, torch.zeros(hidden.shape, device=layout.device).masked_fill_(hidden, -math.inf)
-            start += length
+    def blocks(layout: torch.Tensor, window: int | None) -> list[tuple[torch.Tensor, slice, torch.Tensor]]:
+        """Keys (which tokens of the row), a slice of queries, and (queries, keys) true where a query must not see the key."""
+        (ends, positions), order = layout, torch.arange(layout.shape[1], device=layout.device)  # (T,) each
+        branches = 1 + (ends[:-1] == order[1:]).nonzero()[:, 0]  # (visits − 1,)
+        first, found = 0, []
+        while first < len(ends):
+            # Ends where a branch does, since each query meets all keys that any may see; but a short block is slow as well.
+            long_enough, most = first + max(1, BlockAttention.ROWS // 8), min(first + BlockAttention.ROWS, len(ends))
+            fit = branches[(branches >= long_enough) & (branches <= most)]
+            last = int(fit[0]) if len(fit) else most
+            keys, rows = order[:last][ends[:last] > first], order[first:last, None]  # (keys,), (rows, 1)
+            hidden = (keys > rows) | (ends[keys] <= rows)  # (rows, keys)
+            if window is not None:
+                hidden |= positions[keys] <= positions[first:last, None] - window
+            found.append((keys, slice(first, last), hidden))
+            first = last
+        return found
 
     @staticmethod
     def probabilities(
         query: torch.Tensor,  # (kv_heads, group · rows, D)
         key: torch.Tensor,  # (kv_heads, keys, D)
-        mask: torch.Tensor,  # (rows, keys)
+        hidden: torch.Tensor,  # (rows, keys)
         scaling: float,
         softcap: float | None,
         sinks: torch.Tensor | None,  # (heads,)
@@ -446,42 +446,45 @@ class BlockAttention(torch.autograd.Function):
             scores = torch.tanh(scores / softcap)  # (kv_heads, group · rows, keys)
             slope = scaling * (1 - scores**2)  # (kv_heads, group · rows, keys)
             scores = scores * softcap  # (kv_heads, group · rows, keys)
-        scores = scores.view(len(key), -1, *mask.shape).add_(mask)  # (kv_heads, group, rows, keys)
+        mask = torch.zeros_like(hidden, dtype=torch.float32).masked_fill_(hidden, -math.inf)  # (rows, keys)
+        scores = scores.view(len(key), -1, *mask.shape).add_(
+            mask
+        )  # (kv_heads, group, rows, keys); faster than to fill it
         if sinks is not None:
             sink = sinks.float().view(len(key), -1, 1, 1).expand(*scores.shape[:3], 1)  # (kv_heads, group, rows, 1)
             scores = torch.cat([scores, sink], -1)  # (kv_heads, group, rows, keys + 1)
-        return scores.softmax(-1)[..., : mask.shape[1]].flatten(1, 2), slope  # (kv_heads, group · rows, keys)
+        return scores.softmax(-1)[..., : hidden.shape[1]].flatten(1, 2), slope  # (kv_heads, group · rows, keys)
 
     @staticmethod
-    def forward(ctx, query, key, value, layout, scaling, window, softcap, sinks):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(query, key, value, layout, sinks)
-        ctx.settings = scaling, window, softcap
+    def forward(ctx, query, key, value, blocks, scaling, softcap, sinks):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(query, key, value, sinks)
+        ctx.settings = blocks, scaling, softcap
         query, key, value = query[0], key[0], value[0]  # (heads, T, D), (kv_heads, T, D) ×2
         output = query.new_empty(*query.shape[:2], value.shape[-1])  # (heads, T, D)
-        for keys, rows, mask in BlockAttention.blocks(layout, window):
+        for keys, rows, hidden in blocks:
             q = query[:, rows].reshape(len(key), -1, query.shape[-1])  # (kv_heads, group · rows, D)
-            p, _ = BlockAttention.probabilities(q, key[:, keys], mask, scaling, softcap, sinks)
+            p, _ = BlockAttention.probabilities(q, key[:, keys], hidden, scaling, softcap, sinks)
             output[:, rows] = (p.to(value.dtype) @ value[:, keys]).view(len(query), -1, value.shape[-1])
         return output[None]  # (1, heads, T, D)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        query, key, value, layout, sinks = ctx.saved_tensors
-        scaling, window, softcap = ctx.settings
+        query, key, value, sinks = ctx.saved_tensors
+        blocks, scaling, softcap = ctx.settings
         query, key, value, grad = query[0], key[0], value[0], grad[0]  # (heads, T, D), (kv_heads, T, D) ×2, as query
         grad_query = torch.empty_like(query)  # (heads, T, D)
         grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)  # (kv_heads, T, D) ×2
-        for keys, rows, mask in BlockAttention.blocks(layout, window):
+        for keys, rows, hidden in blocks:
             q = query[:, rows].reshape(len(key), -1, query.shape[-1])  # (kv_heads, group · rows, D)
             g = grad[:, rows].reshape(len(key), -1, value.shape[-1])  # (kv_heads, group · rows, D)
-            p, slope = BlockAttention.probabilities(q, key[:, keys], mask, scaling, softcap, sinks)
+            p, slope = BlockAttention.probabilities(q, key[:, keys], hidden, scaling, softcap, sinks)
             grad_value.index_add_(1, keys, p.to(g.dtype).transpose(1, 2) @ g)
             grad_p = (g @ value[:, keys].transpose(1, 2)).float()  # (kv_heads, group · rows, keys)
             grad_p -= torch.linalg.vecdot(p, grad_p)[..., None]  # (kv_heads, group · rows, 1)
             inner = grad_p.mul_(p).mul_(slope).to(q.dtype)  # (kv_heads, group · rows, keys)
             grad_query[:, rows] = (inner @ key[:, keys]).view(len(query), -1, query.shape[-1])
             grad_key.index_add_(1, keys, inner.transpose(1, 2) @ q)
-        return grad_query[None], grad_key[None], grad_value[None], None, None, None, None, None
+        return grad_query[None], grad_key[None], grad_value[None], None, None, None, None
 
 
 class TokenLogprobs(torch.autograd.Function):
@@ -550,13 +553,13 @@ class Policy(nn.Module):
         self,
         input_ids: torch.Tensor,  # (1, T)
         position_ids: torch.Tensor,  # (1, T)
-        layout: torch.Tensor,  # (1, 1, 3, T)
-        sources: torch.Tensor,  # (S,)
-        targets: torch.Tensor,  # (S,)
+        layout: torch.Tensor,  # (1, 1, 2, T)
+        sources: torch.Tensor,  # (U,)
+        targets: torch.Tensor,  # (U,)
         temperature: float,
         experts: torch.Tensor | None,  # (layers, T, k)
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs of the targets at `temperature`, and the entropy of the distributions they came from; both (S,)."""
+        """Log-probs of the targets at `temperature`, and the entropy of the distributions they came from; both (U,)."""
         for layer, replay in self.replays.items():  # stays for the backward too, which may compute the block again
             replay.choice = None if experts is None else experts[layer].long()  # (T, k)
         base = self.model.get_base_model()
@@ -568,14 +571,15 @@ class Policy(nn.Module):
         weight = model_nvfp4.dense_weight(head, hidden.dtype)  # (V, H)
         multiplier = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
         softcap = getattr(config, "final_logit_softcapping", None)
-        picked = hidden[0, sources]  # (S, H)
+        picked = hidden[0, sources]  # (U, H)
         return TokenLogprobs.apply(picked, weight, head.bias, targets, temperature, multiplier, softcap)
 
 
 def token_logprobs(policy: nn.Module, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(S,) log-probs by the trainer and (S,) entropies. Collective: every rank must call it equally often."""
     inputs = batch.input_ids, batch.position_ids, batch.layout, batch.sources, batch.targets
-    return policy(*inputs, temperature, batch.experts)
+    logprobs, entropy = policy(*inputs, temperature, batch.experts)  # (U,), (U,)
+    return logprobs[batch.picks], entropy[batch.picks]
 
 
 def replay_stats(policy: nn.Module, logprobs: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -113,7 +113,9 @@ def gradient(policy, batch_of_groups, case, world=1, max_tokens=10_000, shared=T
         for batch in map(pack, rows):
             if weights:
                 annotate(policy, [batch], TEMPERATURE, "trainer", weights, reference=True)
-                batch.old_logprobs = batch.old_logprobs + 0.3 * torch.sin(batch.targets)  # as after some updates
+                batch.old_logprobs = batch.old_logprobs + 0.3 * torch.sin(
+                    batch.targets[batch.picks]
+                )  # as after some updates
             logprobs, _ = token_logprobs(policy, batch, TEMPERATURE)
             loss, _ = policy_loss(
                 logprobs,

@@ -114,7 +114,7 @@ def test_prompts_are_the_chat_template_once():
     batch = train_grpo.pack(
         train_grpo.make_segments([Sample(ids, odd, [0.0] * 3, "", "stop", 0)] * 2, torch.eye(1, 2), 999)
     )
-    assert batch.targets.tolist() == odd * 2
+    assert batch.targets[batch.picks].tolist() == odd * 2
 
 
 def test_every_row_names_tests_that_exist():

@@ -431,12 +431,10 @@ def test_memory_of_the_trainers_logits(monkeypatch):
 
 def test_keys_that_attention_visits():
     """A full row of two groups of four, 5 + 4 · 3 tokens each: every completion takes its prompt's keys along."""
-    torch, train_grpo = pytest.importorskip("torch"), pytest.importorskip("train_grpo")
-    row = []
-    for group in (1, 2):  # 0 would be a beginning that both prompts share
-        row += [(group, 0, position) for position in range(5)]
-        row += [(group, 1 + member, 5 + position) for member in range(4) for position in range(3)]
-    seen, _, _ = train_grpo.visits(torch.tensor(row).T)
+    train_grpo = pytest.importorskip("train_grpo")
+    groups = [[([member, 0, 0, 0], [0.0] * 4, 1.0) for member in range(4)] for _ in range(2)]  # the fourth is no input
+    row = train_grpo.pack([train_grpo.Segment([number] * 5, group) for number, group in enumerate(groups)])
+    seen, _, _ = train_grpo.visits(row.layout[0, 0])
     run = complete(
         Run(
             gpus=1,
@@ -448,8 +446,8 @@ def test_keys_that_attention_visits():
             activation_checkpointing=False,
         )
     )
-    assert len(row) == 34
-    assert visited_keys(run) == len(seen) == 2 * (5 + 4 * (5 + 3))
+    assert row.input_ids.numel() == 34
+    assert visited_keys(run) == len(seen) == 2 * 4 * (5 + 3)
     heads, size = TINY["num_key_value_heads"], TINY["head_dim"]
     kept = 2 * 2 * heads * size * len(seen) * TINY["num_hidden_layers"]  # keys and values, bf16
     assert visits_bytes(read_model(TINY), run) == kept

@@ -16,6 +16,7 @@ The values are those of the unit tests of NeMo-RL, TRL, verl, OpenRLHF and slime
 import copy
 import dataclasses
 import math
+import random
 from types import SimpleNamespace
 
 import numpy as np
@@ -370,11 +371,24 @@ def test_pack_writes_the_prompt_once_and_trains_every_completion_token():
     batch = pack(segments)
     assert batch.input_ids.tolist() == [[7, 8, 9, 1, 2, 4]]  # last tokens (3 and 5) are targets only
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 3]]
-    assert batch.layout[0, 0].tolist() == [[0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 1, 2], [0, 1, 2, 3, 4, 3]]
+    assert batch.layout[0, 0].tolist() == [[6, 6, 6, 5, 5, 6], [0, 1, 2, 3, 4, 3]]
     assert batch.sources.tolist() == [2, 3, 4, 2, 5]
     assert batch.targets.tolist() == [1, 2, 3, 4, 5]  # end-of-sequence is the last of each, and it is there
+    assert batch.picks.tolist() == [0, 1, 2, 3, 4]
     assert batch.advantages.tolist() == [1, 1, 1, -1, -1]
     assert batch.samples.tolist() == [0, 0, 0, 1, 1]
+
+
+def test_pack_writes_what_completions_begin_with_once():
+    completions = [[4, 5, 6], [4, 7], [4, 5, 6], [4, 5], [3]]  # two are alike, one begins the two
+    batch = pack([Segment([8, 9], [(c, [-1.0 * len(c)] * len(c), float(len(c))) for c in completions])])
+    assert batch.input_ids.tolist() == [[8, 9, 4, 5]]  # 9 is answered by 4 or 3, 4 by 5 or 7, 5 by 6
+    assert batch.layout[0, 0].tolist() == [[4] * 4, [0, 1, 2, 3]]
+    assert list(zip(batch.sources.tolist(), batch.targets.tolist())) == [(1, 4), (2, 5), (3, 6), (2, 7), (1, 3)]
+    assert batch.picks.tolist() == [0, 1, 2, 0, 3, 0, 1, 2, 0, 1, 4]
+    assert batch.samples.tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 3, 3, 4]
+    assert batch.advantages.tolist() == [3, 3, 3, 2, 2, 3, 3, 3, 2, 2, 1]
+    assert batch.old_logprobs.tolist() == [-3, -3, -3, -2, -2, -3, -3, -3, -2, -2, -1]  # each sample's own
 
 
 def test_segments_drop_groups_without_spread_and_masked_samples_and_cut_long_groups():
@@ -437,26 +451,29 @@ def tiny_model(request):
     return models
 
 
-def layout_of(row, shared=0):
-    """(1, 1, 3, T) of [(prompt tokens, [completion tokens, …]), …], whose prompts begin with the same `shared` tokens."""
-    segment, completion, position = [0] * shared, [0] * shared, [*range(shared)]
-    for number, (prompt, completions) in enumerate(row, start=1):
-        for which, length in enumerate([prompt - shared, *completions]):
-            start = prompt if which else shared
-            segment += [number] * length
-            completion += [which] * length
-            position += range(start, start + length)
-    return torch.tensor([[[segment, completion, position]]], dtype=torch.int32)
+def tree(shared=0):
+    """Layout (1, 1, 2, T) of three groups whose prompts begin with the same `shared` tokens and whose completions, of two
+    words, often do; and (T, T): whom a token sees by definition, those whose history begins its own."""
+    rng = random.Random(shared)
+    words = [[rng.randrange(2) for _ in range(n)] for n in [3, 1, 5, 4, 9, 3, 9, 2, 9, 1]]  # of 1: no input of its own
+    groups = zip([7, 4, 12], [words[:5], words[5:9], words[9:]])
+    row = [[5] * shared + [10 + length] * (length - shared) for length in (7, 4, 12)]
+    row = [Segment(p, [(c, [0.0] * len(c), 1.0) for c in said]) for p, (_, said) in zip(row, groups)]
+    batch, history, histories = pack(row), [], []
+    for token, position in zip(batch.input_ids[0].tolist(), batch.position_ids[0].tolist()):
+        history = [*history[:position], token]
+        histories.append(history)
+    inputs = [s.prompt_ids + c[:-1] for s in row for c, _, _ in s.completions]
+    prefixes = {tuple(ids[: n + 1]) for ids in inputs for n in range(len(ids))}
+    assert sorted(map(tuple, histories)) == sorted(prefixes)  # each once, none left out
+    visible = torch.tensor([[own[: len(other)] == other for other in histories] for own in histories])  # (T, T)
+    return batch.layout, visible
 
 
-def attention_by_definition(query, key, value, layout, scaling, window, softcap, sinks):
+def attention_by_definition(query, key, value, visible, position, scaling, window, softcap, sinks):
     """(1, heads, T, D): every pair of tokens scored, those that must not see each other set to −inf."""
-    segment, completion, position = layout[0, 0]
-    visible = (segment == 0) | (segment[:, None] == segment)
-    visible &= (completion == 0) | (completion[:, None] == completion)
-    visible &= position[:, None] >= position
     if window:
-        visible &= position > position[:, None] - window
+        visible = visible & (position > position[:, None] - window)
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(2, 3) * scaling
@@ -466,9 +483,6 @@ def attention_by_definition(query, key, value, layout, scaling, window, softcap,
     if sinks is not None:
         scores = torch.cat([scores, sinks[None, :, None, None].expand(1, -1, scores.shape[2], 1)], -1)
     return scores.softmax(-1)[..., : query.shape[2]] @ value
-
-
-ROW = [(7, [3, 0, 5, 4]), (4, [2, 9]), (12, [1])]  # 0: a completion of one token, which is no input
 
 
 @pytest.mark.parametrize("shared", [0, 3, 4])  # 4 tokens are the second prompt as a whole
@@ -482,15 +496,16 @@ def test_block_attention_is_attention_by_its_definition(
 ):
     monkeypatch.setattr(train_grpo.BlockAttention, "ROWS", rows)
     torch.manual_seed(0)
-    layout = layout_of(ROW, shared)
+    layout, visible = tree(shared)
     shapes = [(6, 8), (2, 8), (2, value_size)]
     exact = [torch.randn(1, h, layout.shape[-1], d, dtype=torch.float64, requires_grad=True) for h, d in shapes]
     ours = [tensor.detach().float().requires_grad_() for tensor in exact]
     sinks = torch.randn(6) if with_sinks else None
-    expected = attention_by_definition(*exact, layout, 0.3, window, softcap, sinks)
-    output, _ = train_grpo.grouped_attention(
-        None, *ours, layout, scaling=0.3, sliding_window=window, softcap=softcap, s_aux=sinks
-    )
+    expected = attention_by_definition(*exact, visible, layout[0, 0, 1], 0.3, window, softcap, sinks)
+    for other_window in (99, window):  # layers of one model differ in it, and get the same layout
+        output, _ = train_grpo.grouped_attention(
+            None, *ours, layout, scaling=0.3, sliding_window=other_window, softcap=softcap, s_aux=sinks
+        )
     grad = torch.randn_like(expected)
     expected.backward(grad)
     output.backward(grad.float().transpose(1, 2))
@@ -504,7 +519,7 @@ def test_block_attention_is_attention_by_its_definition(
 def test_visits_are_the_same_attention_as_causal_pairs(window, shared):
     """What the flash kernel of a GPU gets, done with torch's own attention: causal, aligned at the last tokens."""
     torch.manual_seed(0)
-    layout = layout_of(ROW, shared)
+    layout, visible = tree(shared)
     query, key, value = (torch.randn(1, heads, layout.shape[-1], 8) for heads in (6, 2, 2))
     seen, query_ends, key_ends = train_grpo.visits(layout[0, 0])
     assert (query_ends[-1], key_ends[-1]) == (layout.shape[-1], len(seen))
@@ -518,7 +533,7 @@ def test_visits_are_the_same_attention_as_causal_pairs(window, shared):
         outputs.append(
             F.scaled_dot_product_attention(q, key[:, :, keys], value[:, :, keys], attn_mask=causal, enable_gqa=True)
         )
-    expected = attention_by_definition(query, key, value, layout, 8**-0.5, window, None, None)
+    expected = attention_by_definition(query, key, value, visible, layout[0, 0, 1], 8**-0.5, window, None, None)
     torch.testing.assert_close(torch.cat(outputs, 2), expected, atol=2e-6, rtol=1e-5)
 
 
@@ -534,10 +549,13 @@ def test_shared_prompts_give_the_gradients_of_separate_rows(tiny_model, shared):
     first = ids(shared)
     sizes = [(7, [4, 1, 9]), (12, [3, 6]), (2, [5])]
     groups = [(first + ids(n - shared), [ids(length) for length in lengths]) for n, lengths in sizes]
+    groups[0][1][1:1] = [groups[0][1][0], groups[0][1][2][:5] + ids(3)]  # twice the same, and five tokens in common
     segments = [Segment(prompt, [(c, [0.0] * len(c), 1.0) for c in completions]) for prompt, completions in groups]
     batch = pack(segments)
-    assert batch.input_ids.numel() == sum(s.num_tokens for s in segments) - 2 * shared
-    weights = torch.randn(len(batch.targets), generator=generator)  # one weight a token, so that no error can cancel
+    told = [(prompt, completion) for prompt, completions in groups for completion in completions]
+    assert batch.input_ids.numel() == len({(*p, *c[:-1])[:n] for p, c in told for n in range(1, len(p + c))})
+    assert len(batch.targets) == len({(*p, *c[:n]) for p, c in told for n in range(1, len(c) + 1)})
+    weights = torch.randn(len(batch.picks), generator=generator)  # one weight a token, so that no error can cancel
 
     policy = train_grpo.Policy(SimpleNamespace(get_base_model=lambda: grouped))
     logprobs, entropy = train_grpo.token_logprobs(policy, batch, temperature=0.7)

@@ -1,6 +1,7 @@
 """The training phase against the naive one: padded rows of 16, logits of all positions in fp32. One process, ratios.
 
-    python tests/benchmarks/bench_step.py [--groups 8] [--rounds 3]
+    python tests/benchmarks/bench_step.py [--groups 8] [--rounds 3]     # random completions, which share nothing
+    python tests/benchmarks/bench_step.py --run runs/NAME --step 12     # those of a step of the embedded job
     python tests/benchmarks/bench_step.py --memory ours|naive [--samples 8]   # peak of rows of 2048 tokens, one side a process
 
 Both sides train the same samples of the embedded task on the same NVFP4 weights and must give the same gradient.
@@ -23,6 +24,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import model_nvfp4
 import train_grpo
+from report import read_jsonl
 from rollout import Sample, encode_prompts
 
 
@@ -102,6 +104,8 @@ def main() -> None:
     parser.add_argument("--model", default="models/SmolLM2-135M-Instruct-NVFP4")
     parser.add_argument("--groups", type=int, default=8, help="groups of 8 with spread, about half of a step's 16")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--run", type=Path, help="a run folder of the embedded job, whose completions to train on")
+    parser.add_argument("--step", type=int, default=12, help="the step of that run")
     parser.add_argument("--memory", choices=["ours", "naive"])
     parser.add_argument(
         "--samples", type=int, default=8, help="rows with --memory; fewer where the naive side does not fit"
@@ -135,11 +139,23 @@ def main() -> None:
 
     from transformers import AutoTokenizer
 
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
     problems = train_grpo.arithmetic_problems(0)[0][: args.groups]
-    prompts = encode_prompts(AutoTokenizer.from_pretrained(args.model), [p.messages for p in problems])
-    lengths = [rng.randrange(8, 20) for _ in range(8 * args.groups)]  # 13 tokens on average, as in the job
-    samples = [Sample(prompts[i // 8], words(n), [-9.0] * n, "", "stop", 0) for i, n in enumerate(lengths)]
-    advantages = torch.randn(args.groups, 8, generator=torch.Generator().manual_seed(1))
+    if args.run:
+        records = [r for r in read_jsonl(args.run / "samples.jsonl") if r["step"] == args.step]
+        asked = [[*problems[0].messages[:-1], {"role": "user", "content": r["question"]}] for r in records]
+        said = tokenizer([r["completion"] for r in records], add_special_tokens=False).input_ids
+        said = [ids + [tokenizer.eos_token_id] * (r["finish_reason"] == "stop") for ids, r in zip(said, records)]
+        advantages = train_grpo.group_advantages(torch.tensor([r["reward"] for r in records]).view(-1, 8))  # (P, G)
+        live = advantages.any(1)  # (P,): the naive side leaves groups without spread out as well
+        told = [(p, c) for p, c, at in zip(encode_prompts(tokenizer, asked), said, live.repeat_interleave(8)) if at]
+        advantages = advantages[live]  # (groups, 8)
+    else:
+        prompts = encode_prompts(tokenizer, [p.messages for p in problems])
+        lengths = [rng.randrange(8, 20) for _ in range(8 * args.groups)]  # 13 tokens on average, as in the job
+        told = [(prompts[i // 8], words(n)) for i, n in enumerate(lengths)]
+        advantages = torch.randn(args.groups, 8, generator=torch.Generator().manual_seed(1))  # (groups, 8)
+    samples = [Sample(prompt, ids, [-9.0] * len(ids), "", "stop", 0) for prompt, ids in told]
     sides = {
         "ours": (build(args.model, train_grpo.Policy, "grouped"), train_ours),
         "naive": (build(args.model, NaivePolicy, "sdpa"), train_naive),
@@ -156,7 +172,7 @@ def main() -> None:
             parts = [p.grad.full_tensor().flatten() for p in policy.parameters() if p.requires_grad]
             gradients[name] = torch.cat(parts)
     ours, naive = gradients["ours"], gradients["naive"]
-    tokens = sum(lengths)
+    tokens = sum(len(ids) for _, ids in told)
     print(f"{os.cpu_count()} processors, {len(samples)} samples, {tokens} completion tokens, {args.rounds} rounds")
     for name, values in seconds.items():
         print(
