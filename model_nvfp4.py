@@ -230,6 +230,15 @@ def packed_parts(module: nn.Module, name: str) -> tuple[Callable, tuple[torch.Te
     return (decode_fp8, (codes, scale)) if global_scale is None else (decode, (codes, scale, global_scale))
 
 
+def linear(x, weight, bias):
+    """`F.linear` whose result is never a view: what an autograd function returns as one could not be changed in place."""
+    if bias is None:
+        return F.linear(x, weight)  # (…, K) @ (K, N) -> (…, N)
+    y = x.new_empty(*x.shape[:-1], len(weight))  # (…, N)
+    torch.addmm(bias, x.flatten(0, -2), weight.T, out=y.flatten(0, -2))
+    return y
+
+
 class FrozenMatmul(torch.autograd.Function):
     """y = x @ W.T + bias for a frozen W that is decoded here and, instead of being saved, once more in backward."""
 
@@ -237,7 +246,7 @@ class FrozenMatmul(torch.autograd.Function):
     def forward(ctx, x, bias, decoder, *packed):
         ctx.decoder = decoder
         ctx.save_for_backward(*packed)
-        return F.linear(x, decoder(*packed, dtype=x.dtype), bias)  # (…, K) @ (K, N) -> (…, N)
+        return linear(x, decoder(*packed, dtype=x.dtype), bias)  # (…, N)
 
     @staticmethod
     def backward(ctx, grad):
@@ -255,9 +264,7 @@ class FrozenLoRAMatmul(torch.autograd.Function):
         a, b = a.to(x.dtype), b.to(x.dtype)  # (r, K), (N, r)
         rows = x.flatten(0, -2)  # (tokens, K)
         hidden = rows @ a.T  # (tokens, r)
-        y = F.linear(x, decoder(*packed, dtype=x.dtype))  # (…, N)
-        if bias is not None:
-            y += bias  # not by F.linear, which then returns a view, and of a view nothing could be changed in place
+        y = linear(x, decoder(*packed, dtype=x.dtype), bias)  # (…, N)
         y.flatten(0, -2).addmm_(hidden, b.T, alpha=scaling)
         ctx.save_for_backward(x, hidden, a, b, *packed)
         return y

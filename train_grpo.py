@@ -652,9 +652,10 @@ def parity_probe(
     """
     generator, device, results = torch.Generator().manual_seed(0), next(policy.parameters()).device, {}
     for kind in sorted({kind_of(name) for name in adapter}):
-        noise = {n: torch.randn(t.shape, generator=generator) for n, t in adapter.items() if kind_of(n) == kind}
+        hit = [name for name in adapter if kind_of(name) == kind and "lora_B" in name]
+        noise = {name: torch.randn(adapter[name].shape, generator=generator) for name in hit}
         for size in (0.1, 0.4, 1.6):  # larger until it shows: how much a module matters differs from model to model
-            perturbed = {n: size * noise[n] if n in noise and "lora_B" in n else t for n, t in adapter.items()}
+            perturbed = {name: size * noise[name] if name in noise else t for name, t in adapter.items()}
             with awake(engine):
                 push(perturbed)
                 seeds = list(range(len(prompts)))

@@ -212,9 +212,9 @@ def test_linear_equals_the_dense_layer_forward_and_backward():
     with torch.no_grad():
         layer.bias.copy_(torch.randn(48))
     weight = nvfp4.dense_weight(layer, torch.float32)
-    x = torch.randn(5, 64, requires_grad=True)
+    x = torch.randn(3, 5, 64, requires_grad=True)
     dense_x = x.detach().clone().requires_grad_()
-    y, dense_y = layer(x), torch.nn.functional.linear(dense_x, weight, layer.bias)
+    y, dense_y = layer(x).mul_(2), torch.nn.functional.linear(dense_x, weight, layer.bias) * 2  # in place, as models do
     torch.testing.assert_close(y, dense_y, rtol=0, atol=0)
     y.square().sum().backward()
     dense_y.square().sum().backward()

@@ -7,6 +7,7 @@ tried: 256 entries of two fp32 codes, then the scale.
 GPU: the demand is at least 80 % of the bandwidth of a device copy that moves as many bytes.
 """
 
+import argparse
 import sys
 import time
 from pathlib import Path
@@ -49,6 +50,7 @@ def random_packed(n, k, device="cpu"):
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; milliseconds, and speed over naive")
     for n, k in SHAPES:
         parts = random_packed(n, k)

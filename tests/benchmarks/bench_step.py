@@ -110,6 +110,7 @@ def main() -> None:
     parser.add_argument(
         "--samples", type=int, default=8, help="rows with --memory; fewer where the naive side does not fit"
     )
+    parser.add_argument("--max-tokens", type=int, default=8192, help="with --memory ours; 1000000: one micro-batch")
     args = parser.parse_args()
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         os.environ.setdefault(name, value)
@@ -128,7 +129,7 @@ def main() -> None:
         if args.memory == "ours":
             policy = build(args.model, train_grpo.Policy, "grouped")
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            train_ours(policy, samples, advantages, max_tokens=10**6)  # one micro-batch, as on the other side
+            train_ours(policy, samples, advantages, max_tokens=args.max_tokens)
         else:
             policy = build(args.model, NaivePolicy, "sdpa")
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
