@@ -235,7 +235,7 @@ def linear(x, weight, bias):
     if bias is None:
         return F.linear(x, weight)  # (…, K) @ (K, N) -> (…, N)
     y = x.new_empty(*x.shape[:-1], len(weight))  # (…, N)
-    torch.addmm(bias, x.flatten(0, -2), weight.T, out=y.flatten(0, -2))
+    torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight.T, out=y.view(-1, len(weight)))
     return y
 
 

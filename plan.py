@@ -680,7 +680,8 @@ def largest_micro_batch(m: Model, run: Run) -> int:
 
 
 def step_tokens(run: Run) -> int:
-    """Tokens that all ranks train on: P·(prompt + G·completion), since a group's prompt is computed once."""
+    """Tokens that all ranks train on: P·(prompt + G·completion), since a group's prompt is computed once; what else
+    the samples share (examples in all prompts, the first words of answers) is counted each time."""
     return run.prompts * (run.prompt_tokens + run.group_size * run.completion_tokens)
 
 

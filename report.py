@@ -291,15 +291,19 @@ def report_failure(error: Exception, seconds_for_the_first: float = 5.0) -> int:
     told_to_stop: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: told_to_stop.append(number))
     rank, host = int(os.environ.get("RANK", 0)), socket.gethostname()
-    told, stack = " ".join(str(error).split()), "".join(traceback.format_exception(error))
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE)
-    full = full or "(os error 28)" in told  # safetensors' words for ENOSPC
-    if stacks_path and not full:
-        with open(stacks_path, "a") as file:
-            file.write(stack)
-    signal.signal(signal.SIGTERM, before)  # Python's own record, so without the dump: the stack is told
-    for number in told_to_stop:
-        signal.raise_signal(number)
+    try:
+        told, stack = " ".join(str(error).split()), "".join(traceback.format_exception(error))
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE)
+        full = full or "(os error 28)" in told  # safetensors' words for ENOSPC
+        if stacks_path and not full:
+            with open(stacks_path, "a") as file:
+                file.write(stack)
+    except OSError as fault:  # of the error that ended the rank the user must hear all the same
+        print(f"error: no stack in {stacks_path} ({fault})", file=sys.stderr)
+    finally:
+        signal.signal(signal.SIGTERM, before)  # as Python knows it, so from here on without a dump of this rank
+        for number in told_to_stop:
+            signal.raise_signal(number)
     if isinstance(error, UserError):
         sentence = told
     elif full:

@@ -257,7 +257,8 @@ def make_segments(
 
 
 def balance(segments: list[Segment], world: int, max_tokens: int) -> list[list[list[Segment]]]:
-    """Segments to `world` lists of micro-batches: the same number on every rank, about the same tokens in each.
+    """Segments to `world` lists of micro-batches: the same number on every rank, about the same tokens in each, counted before
+    `pack` finds what they share.
 
     Longest first into the emptiest row (LPT), with the smallest number of rows in which none exceeds `max_tokens` (or holds
     more than one segment). Deterministic, so every rank computes the whole assignment and no collective is needed.
@@ -288,15 +289,24 @@ def pack(row: list[Segment]) -> Batch:
     The row is the tree of all samples, depth first: instructions that all prompts share, a prompt, what its completions begin
     with alike, and so on are computed once; the gradient is that of separate rows. Samples in lexical order are in tree order,
     and each adds what it does not share with the one before. A token that several chose at the same place is one pair.
+    Where experts are replayed, what two samples share ends where the engine sent them through different ones.
     """
     segments = row or [Segment([0], [([0], [0.0], 0.0)])]
     completions = [completion for segment in segments for completion in segment.completions]
     inputs = [segment.prompt_ids + ids[:-1] for segment in segments for ids, _, _ in segment.completions]
     prompt_lengths = [len(segment.prompt_ids) for segment in segments for _ in segment.completions]
+    chosen, most = [choice for segment in row for choice in segment.experts], sum(map(len, inputs))
+    experts = np.empty((most, *chosen[0].shape[1:]), chosen[0].dtype) if chosen else None  # (≥ T, layers, k)
     ids, positions, ends = [], [], []  # T each
     before, path, paths = [], [], [[]] * len(inputs)  # a path: where in the row the tokens of a sample are
     for sample in sorted(range(len(inputs)), key=inputs.__getitem__):
         shared = common(before, inputs[sample])
+        if experts is not None:
+            theirs, own = experts[path[:shared]], chosen[sample]  # (shared, layers, k), (tokens, layers, k)
+            apart = ((theirs != own[:shared]) & (theirs >= 0) & (own[:shared] >= 0)).any((1, 2))  # (shared,)
+            shared = int(apart.argmax()) if apart.any() else shared
+            experts[path[:shared]] = np.maximum(theirs[:shared], own[:shared])  # -1 where a prefix cache knew it
+            experts[len(ids) : len(ids) + len(own) - shared] = own[shared:]
         for place in path[shared:]:  # nothing more comes below these
             ends[place] = len(ids)
         path = paths[sample] = path[:shared] + list(range(len(ids), len(ids) + len(inputs[sample]) - shared))
@@ -315,12 +325,6 @@ def pack(row: list[Segment]) -> Batch:
         logprobs += its_logprobs
         advantages += [advantage] * len(completion)
         sample_of += [sample] * len(completion)
-    experts = None
-    if row and row[0].experts:
-        chosen = [choice for segment in row for choice in segment.experts]
-        experts = np.full((len(ids), *chosen[0].shape[1:]), -1, chosen[0].dtype)  # (T, layers, k)
-        for path, choice in zip(paths, chosen):  # the first sample's that has one: a cached prompt has none
-            experts[path] = np.where(experts[path] < 0, choice, experts[path])
     sampler_logprobs = torch.tensor(logprobs, dtype=torch.float32)  # (S,)
     return Batch(
         input_ids=torch.tensor([ids]),  # (1, T)
@@ -334,7 +338,7 @@ def pack(row: list[Segment]) -> Batch:
         advantages=torch.tensor(advantages, dtype=torch.float32),  # (S,)
         samples=torch.tensor(sample_of),  # (S,)
         weight=1.0 if row else 0.0,
-        experts=None if experts is None else torch.from_numpy(experts).transpose(0, 1),  # (layers, T, k)
+        experts=None if experts is None else torch.from_numpy(experts[: len(ids)]).transpose(0, 1),  # (layers, T, k)
     )
 
 
@@ -389,9 +393,9 @@ def grouped_attention(
 
 
 def visits(layout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A layout (2, T) as causal (queries, keys) pairs, what variable-length flash attention takes: one for each sample, whose
-    own tokens see its path, aligned at their last tokens. Returns which token each key is (K,) and where each visit's queries
-    and keys end, (visits + 1,) int32 each, with a zero in front.
+    """A layout (2, T) as causal (queries, keys) pairs, what variable-length flash attention takes: one for each branch,
+    whose tokens see what leads to them, aligned at their last tokens. Returns which token each key is (K,) and where each
+    visit's queries and keys end, (visits + 1,) int32 each, with a zero in front.
     """
     ends, order = layout[0].cpu(), torch.arange(layout.shape[1])  # (T,), (T,)
     starts = F.pad(1 + (ends[:-1] == order[1:]).nonzero()[:, 0], (1, 0))  # (visits,): after a token with nothing below
@@ -488,28 +492,28 @@ class BlockAttention(torch.autograd.Function):
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """log p(target) and entropy of S tokens from hidden states, a chunk of tokens at a time: (S, V) never exists.
+    """log p(target) and entropy of U tokens from hidden states, a chunk of tokens at a time: (U, V) never exists.
 
-    The head is frozen, so all that backward needs is ∂logp/∂hidden, an (S, H) tensor that forward can make while it has the
-    chunk's probabilities in hand: (onehot − p) W. Nothing is recomputed and memory does not grow with V·S.
+    The head is frozen, so all that backward needs is ∂logp/∂hidden, a (U, H) tensor that forward can make while it has the
+    chunk's probabilities in hand: (onehot − p) W. Nothing is recomputed and memory does not grow with V·U.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: torch.Tensor,  # (S, H)
+        hidden: torch.Tensor,  # (U, H)
         weight: torch.Tensor,  # (V, H)
         bias: torch.Tensor | None,  # (V,)
-        targets: torch.Tensor,  # (S,)
+        targets: torch.Tensor,  # (U,)
         temperature: float,
         multiplier: float,
         softcap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # fp32 logits of a chunk: 128 MB on a GPU, to keep its matmul busy; 8 MB on a CPU, to stay in the cache.
         chunk = max(16, (2**25 if hidden.is_cuda else 2**21) // weight.shape[0])
-        logprobs = hidden.new_empty(len(targets), dtype=torch.float32)  # (S,)
-        entropy = hidden.new_empty(len(targets), dtype=torch.float32)  # (S,)
-        gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None  # (S, H)
+        logprobs = hidden.new_empty(len(targets), dtype=torch.float32)  # (U,)
+        entropy = hidden.new_empty(len(targets), dtype=torch.float32)  # (U,)
+        gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None  # (U, H)
         for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
             logits = F.linear(hidden[part], weight, bias).float()  # (chunk, V)
@@ -564,8 +568,9 @@ class Policy(nn.Module):
             replay.choice = None if experts is None else experts[layer].long()  # (T, k)
         base = self.model.get_base_model()
         config = base.config.get_text_config()
+        mask = layout.view_as(layout)  # its own tensor: what attention notes on it goes with this forward's graph
         hidden = base.base_model(
-            input_ids=input_ids, position_ids=position_ids, attention_mask=layout, use_cache=False
+            input_ids=input_ids, position_ids=position_ids, attention_mask=mask, use_cache=False
         ).last_hidden_state  # (1, T, H)
         head = base.get_output_embeddings()
         weight = model_nvfp4.dense_weight(head, hidden.dtype)  # (V, H)
@@ -1010,7 +1015,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--schedule", choices=["constant", "cosine"], default="constant", help="cosine falls to a tenth")
     add("--minibatches", type=int, default=1, help="optimizer steps per rollout; more reuses samples longer")
     add("--max-grad-norm", type=float, default=1.0, help="gradients above are scaled down to it")
-    add("--max-tokens", type=int, default=8192, help="tokens of a micro-batch; reduce it when memory runs out")
+    add("--max-tokens", type=int, default=8192, help="tokens of a micro-batch at most; reduce it when memory runs out")
     add("--activation-checkpointing", action="store_true", help="recompute each layer in backward: less memory, a third slower")
 
     add = parser.add_argument_group("run").add_argument

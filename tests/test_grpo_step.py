@@ -86,6 +86,9 @@ def batch_of_groups():
             # About log(1/160), what a random model gives: ratios from .3 to 3, on both sides of both clips.
             logprobs = (-5.0 + 0.5 * torch.randn(n, generator=generator)).tolist()
             samples.append(Sample(prompt, [*ids(n - 1), 1], logprobs, "", "stop", 0))
+    samples[1].completion_ids = samples[0].completion_ids  # the same, sampled twice
+    samples[1].logprobs = [logprob + 0.5 for logprob in samples[0].logprobs]
+    samples[3].completion_ids[:4] = samples[2].completion_ids[:4]  # of 9 and 10 tokens
     rewards = (torch.rand(7, 4, generator=generator) < 0.4).float()  # (P, G)
     rewards[3] = 1.0
     rewards[:3, 0], rewards[:3, 1] = 1.0, 0.0
@@ -177,7 +180,7 @@ def difference(a, b):
 SPLITS = {
     "one row": {},
     "groups cut into segments": {"max_tokens": 40},
-    "no sharing, small rows": {"shared": False, "max_tokens": 150},
+    "a segment for each sample, small rows": {"shared": False, "max_tokens": 150},
     "2 ranks": {"world": 2, "max_tokens": 80},
     "4 ranks, small rows": {"world": 4, "max_tokens": 40},
     "8 ranks, some with nothing": {"world": 8},
@@ -201,7 +204,7 @@ def test_in_bf16_a_split_is_noise_and_no_more_of_it_than_padding_makes(folder, n
     policy = build(folder, torch.bfloat16)
     one, *others = [
         gradient(policy, batch_of_groups, dr_grpo, **SPLITS[name])
-        for name in ("one row", "no sharing, small rows", "4 ranks, small rows")
+        for name in ("one row", "a segment for each sample, small rows", "4 ranks, small rows")
     ]
     assert max(difference(other, one) for other in others) < 2e-2
     assert max(difference(g, exact) for g in (one, *others)) < 1.3 * difference(padded, exact)

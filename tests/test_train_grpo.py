@@ -605,10 +605,12 @@ def test_token_logprobs_is_log_softmax_with_its_gradient(temperature, multiplier
     torch.testing.assert_close(gradient, expected_gradient, atol=1e-5, rtol=1e-4)
 
 
-def test_empty_row_has_weight_zero_and_a_graph():
+def test_empty_row_has_weight_zero_and_a_graph(tiny_model):
     batch = pack([])
     assert batch.weight == 0
     assert len(batch.targets) == 1
+    policy = train_grpo.Policy(SimpleNamespace(get_base_model=lambda: tiny_model[0]))
+    assert train_grpo.token_logprobs(policy, batch, 1.0)[0].requires_grad
 
 
 # --- Flags -----------------------------------------------------------------------------------------------------------
@@ -685,6 +687,26 @@ def test_replayed_experts_lie_beside_their_tokens(prompts):
     ids = batch.input_ids[0]
     assert batch.experts.tolist() == torch.stack([ids, ids + 100, ids + 200, ids + 300]).view(2, 2, -1).mT.tolist()
     assert pack([]).experts is None
+
+
+def test_completions_that_begin_alike_part_where_their_experts_do():
+    """Three samples of [5, 6] → [7, 8, 9]: the second was routed as the first as far as anybody knows, the third not from 7 on."""
+    experts = np.array([[[[1]], [[2]], [[3]], [[4]]], [[[-1]], [[2]], [[3]], [[-1]]], [[[-1]], [[-1]], [[30]], [[4]]]])
+    samples = [Sample([5, 6], [7, 8, 9], [0.0] * 3, "", "stop", 0, choice) for choice in experts]  # (T, layers, k) each
+    batch = pack(make_segments(samples, torch.tensor([[1.0, 0.0, -1.0]]), 100))
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 7, 8]]
+    assert batch.experts.tolist() == [[[1], [2], [3], [4], [30], [4]]]
+    assert batch.layout[0, 0].tolist() == [[6, 6, 4, 4, 6, 6], [0, 1, 2, 3, 2, 3]]
+    assert batch.sources.tolist() == [1, 2, 3, 4, 5]
+    assert batch.picks.tolist() == [0, 1, 2, 0, 1, 2, 0, 3, 4]
+
+
+def test_what_attention_notes_goes_with_the_graph(tiny_model):
+    """Masks of all rows of a step together could be larger than the weights."""
+    batch = pack([Segment([5, 6], [([7, 8, 9], [0.0] * 3, 1.0)])])
+    policy = train_grpo.Policy(SimpleNamespace(get_base_model=lambda: tiny_model[0]))
+    train_grpo.token_logprobs(policy, batch, 1.0)[0].sum().backward()
+    assert not vars(batch.layout)
 
 
 def test_an_engine_without_logprobs_stops_the_run():

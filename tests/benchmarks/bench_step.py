@@ -2,7 +2,8 @@
 
     python tests/benchmarks/bench_step.py [--groups 8] [--rounds 3]     # random completions, which share nothing
     python tests/benchmarks/bench_step.py --run runs/NAME --step 12     # those of a step of the embedded job
-    python tests/benchmarks/bench_step.py --memory ours|naive [--samples 8]   # peak of rows of 2048 tokens, one side a process
+    python tests/benchmarks/bench_step.py --memory ours|naive [--samples 8]   # peak of rows of 2048 tokens, one side a process;
+                                     # ours in micro-batches of --max-tokens (8192), the naive side in one of all rows
 
 Both sides train the same samples of the embedded task on the same NVFP4 weights and must give the same gradient.
 """
@@ -102,7 +103,7 @@ def matmul_floor(policy: nn.Module, samples: list[Sample], advantages: torch.Ten
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="models/SmolLM2-135M-Instruct-NVFP4")
-    parser.add_argument("--groups", type=int, default=8, help="groups of 8 with spread, about half of a step's 16")
+    parser.add_argument("--groups", type=int, default=8, help="groups of 8 with spread, without --run")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--run", type=Path, help="a run folder of the embedded job, whose completions to train on")
     parser.add_argument("--step", type=int, default=12, help="the step of that run")
@@ -144,6 +145,7 @@ def main() -> None:
     problems = train_grpo.arithmetic_problems(0)[0][: args.groups]
     if args.run:
         records = [r for r in read_jsonl(args.run / "samples.jsonl") if r["step"] == args.step]
+        assert records, f"{args.run} has no step {args.step}"
         asked = [[*problems[0].messages[:-1], {"role": "user", "content": r["question"]}] for r in records]
         said = tokenizer([r["completion"] for r in records], add_special_tokens=False).input_ids
         said = [ids + [tokenizer.eos_token_id] * (r["finish_reason"] == "stop") for ids, r in zip(said, records)]
