@@ -39,7 +39,7 @@ recipe() {
     FACTS=(--prompt-tokens 100)
     FLAGS=(--model "$SMOKE_MODEL" --dataset arithmetic --heldout 64 --heldout-samples 8
       --steps 24 --prompts 16 --group-size 8 --completion-tokens 40 --temperature 1.0
-      --lora-rank 16 --lora-alpha 32 --lr 5e-4 --max-tokens 8192) ;;
+      --lora-rank 16 --lora-alpha 32 --lr 5e-4 --average 8 --max-tokens 8192) ;;
 
   qwen3-8b) # one GPU of 80 GB
     # Expected per GPU: 12 GB of weights on both sides and a KV cache for 90 samples while generating, 34 GB in all while

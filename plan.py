@@ -391,6 +391,7 @@ class Run:
     lora_rank: int = flag(16, "rank of the adapter")
     lora_targets: str = flag("all-linear", "all-linear, attention, or names such as q_proj,o_proj")
     lora_experts: bool = flag(False, "an adapter on every routed expert too")
+    average: int = flag(1, "above 1 a mean of the adapters is kept as well")
     activation_checkpointing: bool = flag(True, "keep one hidden state per layer and recompute the rest")
     assume_quant: str = flag("", "formats where the config names none: nvfp4-linears, or nvfp4-experts,fp8-linears")
 
@@ -650,7 +651,7 @@ def budget(run: Run) -> float:
 
 
 def host_memory(m: Model, run: Run) -> dict[str, float]:
-    """Bytes of a node: each rank's process and its whole copies of the adapter (before and after a step, and vLLM's), its
+    """Bytes of a node: each rank's process and its whole copies of the adapter (before and after a step, vLLM's, the mean), its
     engine weights while they sleep at level 1, and the peak of loading, a shard, the largest tensor and 1 GiB (what
     model_nvfp4.load_weights promises)."""
     ranks = min(run.gpus, run.gpus_per_node)
@@ -659,6 +660,7 @@ def host_memory(m: Model, run: Run) -> dict[str, float]:
     return {
         "processes": ranks * PROCESS * GB,
         "adapter: last and next in fp32, vLLM's in bf16": 10 * ranks * adapter,
+        "adapter: the mean, last and next": 8 * ranks * adapter if run.average > 1 else 0.0,
         "engine weights asleep": ranks * engine if run.sleep == "level1" else 0.0,
         "loading": ranks * (m.bytes / run.shard_size + max(m.sizes) + 2**30),
     }

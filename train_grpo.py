@@ -1014,6 +1014,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--warmup", type=int, default=0, help="steps of linear warm-up")
     add("--schedule", choices=["constant", "cosine"], default="constant", help="cosine falls to a tenth")
     add("--minibatches", type=int, default=1, help="optimizer steps per rollout; more reuses samples longer")
+    add("--average", type=int, default=1,
+        help="judge and keep a mean of the adapters, the newest counting 1/N: steadier, behind by N steps; 1: the last alone")
     add("--max-grad-norm", type=float, default=1.0, help="gradients above are scaled down to it")
     add("--max-tokens", type=int, default=8192, help="tokens of a micro-batch at most; reduce it when memory runs out")
     add("--activation-checkpointing", action="store_true", help="recompute each layer in backward: less memory, a third slower")
@@ -1038,7 +1040,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def check_flags(args: argparse.Namespace, world: int) -> None:
     """Raises UserError for values that cannot work, with the nearest ones that do."""
     least = dict.fromkeys(("prompts", "completion_tokens", "max_tokens", "steps", "lora_rank", "save_every"), 1)
-    least |= dict.fromkeys(("heldout_samples", "tp", "minibatches", "print_every"), 1)
+    least |= dict.fromkeys(("heldout_samples", "tp", "minibatches", "average", "print_every"), 1)
     least |= dict.fromkeys(("keep", "heldout", "warmup", "kl_coef", "refill", "eval_every", "overlong_buffer"), 0)
     for flag, bound in least.items():
         if getattr(args, flag) < bound:
@@ -1140,6 +1142,19 @@ def learning_rate(peak: float, step: int, steps: int, warmup: int, schedule: str
     if schedule == "constant":
         return peak
     return peak * (0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+def averaged(
+    average: dict[str, torch.Tensor], adapter: dict[str, torch.Tensor], updates: int, window: int
+) -> dict[str, torch.Tensor]:
+    """The mean of the adapters of all `updates` up to `window`; from then on the newest counts 1/window and older ones fade.
+
+    What single steps on a few noisy groups do to the policy cancels, while all of them have learned the same (averaging of
+    iterates, Polyak and Juditsky 1992). The rollouts are always the last adapter's.
+    """
+    if window == 1:
+        return adapter
+    return {name: average[name].lerp(tensor, 1 / min(updates, window)) for name, tensor in adapter.items()}
 
 
 def loss_denominator(loss: str, num_tokens: int, num_samples: float, completion_tokens: int) -> float:
@@ -1287,8 +1302,11 @@ def main() -> None:
     optimizer = torch.optim.AdamW(trainable, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     if checkpoint:
         model_nvfp4.load_lora_state_dict(policy, load_file(checkpoint / "adapter_model.safetensors"))
-        load_optimizer_tensors(policy, optimizer, load_file(checkpoint / "optimizer.safetensors"))
-    adapter = model_nvfp4.lora_state_dict(policy)
+        state = load_file(checkpoint / "optimizer.safetensors")
+        load_optimizer_tensors(policy, optimizer, state)
+    adapter = average = model_nvfp4.lora_state_dict(policy)  # what rolls out; what is judged and kept
+    if checkpoint and args.average > 1:
+        average = {name: state.get(f"average|{name}", tensor).clone() for name, tensor in adapter.items()}
     adapter_config = lora | {"base_model": args.model}
     metrics, evaluations = [], []  # of rank 0, which writes
     if rank == 0:
@@ -1316,7 +1334,7 @@ def main() -> None:
         if not heldout or done[0]:
             return
         with awake(engine):
-            push(adapter, step)
+            push(average, step)
             result = evaluate(engine, tokenizer, heldout, **judging)
         if rank == 0:
             evaluations.append({"step": step, **result})
@@ -1391,6 +1409,7 @@ def main() -> None:
                     loss_sum += stats[-1]["loss"]
                 norms.append(optimizer_step(optimizer, loss_sum, num_tokens, args.max_grad_norm))
             adapter = model_nvfp4.lora_state_dict(policy)
+            average = averaged(average, adapter, step + 1, args.average)
             checksum = check_same_adapter(adapter, step + 1)
             totals = reduce_stats(stats)
         faulthandler.cancel_dump_traceback_later()
@@ -1412,6 +1431,7 @@ def main() -> None:
         if done % args.save_every == 0 or done == args.steps:
             with report.timed(saving, "save"):
                 moments = optimizer_tensors(policy, optimizer)
+                moments |= {f"average|{name}": tensor for name, tensor in average.items() if args.average > 1}
                 if rank == 0:
                     written.result()  # the one before, which has had a step's time; or what went wrong with it
                     written = writer.submit(save_checkpoint, run_dir, done, adapter, moments, adapter_config, args.keep)
@@ -1425,7 +1445,7 @@ def main() -> None:
     written.result()
     if rank == 0:
         bar.close()
-        model_nvfp4.save_adapter(run_dir / "adapter", adapter, **adapter_config)
+        model_nvfp4.save_adapter(run_dir / "adapter", average, **adapter_config)
         if metrics:
             report.plot_curves({run_dir.name: (metrics, evaluations)}, run_dir / "curves.png")
         if heldout:

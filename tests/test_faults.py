@@ -164,6 +164,7 @@ def torchrun(model, folder, faults=(), *, ranks, steps, restarts=0, timeout=1.0,
     command += ["--max-restarts", restarts, folder / "script.py", json.dumps(faults)]
     command += ["--model", model, "--reward", f"{folder / 'reward.py'}:low_tokens", "--heldout", 0, "--no-probe"]
     command += ["--prompts", 24, "--group-size", 3, "--completion-tokens", 8, "--lora-rank", 8, "--max-logprob-gap", 99]
+    command += ["--average", 3]
     command += ["--max-tokens", 128, "--steps", steps, "--timeout", timeout, "--runs-dir", folder, "--run-name", "run"]
     done = subprocess.run(
         [str(word) for word in command],

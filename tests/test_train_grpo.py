@@ -719,6 +719,17 @@ def test_an_engine_without_logprobs_stops_the_run():
         train_grpo.check_step(healthy | {"unknown": 0.5}, 0.1, 0, "samples.jsonl")
 
 
+def test_the_average_is_the_mean_then_fades():
+    """Of adapters 4, 8, 6, 9 with a window of 3: means of one, two and three, then a third of the way to the fourth."""
+    average, seen = {"a": torch.tensor([100.0])}, []  # what there was before any update counts nothing
+    for updates, value in enumerate([4.0, 8.0, 6.0, 9.0], start=1):
+        average = train_grpo.averaged(average, {"a": torch.tensor([value])}, updates, 3)
+        seen.append(average["a"].item())
+    assert seen == pytest.approx([4, 6, 6, 7])
+    last = {"a": torch.tensor([9.0])}
+    assert train_grpo.averaged(average, last, 5, 1) is last
+
+
 def test_optimizer_tensors_are_copies_of_the_file():
     """Views of a mapped file would keep it open for the whole run, and a GPU's AdamW wants its step counter there too."""
     layer = torch.nn.Linear(2, 2, bias=False)
