@@ -1302,11 +1302,11 @@ def main() -> None:
     optimizer = torch.optim.AdamW(trainable, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     if checkpoint:
         model_nvfp4.load_lora_state_dict(policy, load_file(checkpoint / "adapter_model.safetensors"))
-        state = load_file(checkpoint / "optimizer.safetensors")
-        load_optimizer_tensors(policy, optimizer, state)
+        moments = load_file(checkpoint / "optimizer.safetensors")  # mapped until the first save takes the name
+        load_optimizer_tensors(policy, optimizer, moments)
     adapter = average = model_nvfp4.lora_state_dict(policy)  # what rolls out; what is judged and kept
     if checkpoint and args.average > 1:
-        average = {name: state.get(f"average|{name}", tensor).clone() for name, tensor in adapter.items()}
+        average = {name: moments.get(f"average|{name}", tensor).clone() for name, tensor in adapter.items()}
     adapter_config = lora | {"base_model": args.model}
     metrics, evaluations = [], []  # of rank 0, which writes
     if rank == 0:
