@@ -317,6 +317,25 @@ def test_a_step_that_is_no_number_is_skipped_and_the_next_one_is_not(where, bad)
     torch.testing.assert_close(parameter.detach(), torch.tensor([0.899, 0.899, 0.999]), atol=1e-5, rtol=0)
 
 
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("max_norm", [0.1, 1e6])
+def test_an_optimizer_by_layers_is_one_over_all(folder, batch_of_groups, max_norm):
+    """Against torch's clip_grad_norm_ and one AdamW, two steps: their norm and their parameters."""
+    policy, reference = build(folder), build(folder)
+    reference.load_state_dict(policy.state_dict())
+    layered = train_grpo.build_optimizer(policy, 0.01)
+    whole = torch.optim.AdamW(trainable(reference), lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
+    assert len(layered.param_groups) == policy.model.config.num_hidden_layers > 1
+    for _ in range(2):
+        gradient(policy, batch_of_groups, CASES["dapo"])
+        gradient(reference, batch_of_groups, CASES["dapo"])
+        norm = torch.nn.utils.clip_grad_norm_(trainable(reference), max_norm)
+        whole.step()
+        assert optimizer_step(layered, torch.tensor(0.5), 100, max_norm) == pytest.approx(norm.item(), rel=1e-5)
+    for ours, theirs in zip(trainable(policy), trainable(reference)):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
 # --- Dynamic sampling ------------------------------------------------------------------------------------------------
 
 
