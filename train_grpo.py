@@ -1328,6 +1328,8 @@ def main() -> None:
     dist.barrier()
 
     # --- What the loop calls with settings of its own ----------------------------------------------------------------
+    writer, written, unwritten = ThreadPoolExecutor(1), Future(), []
+    written.set_result(None)
     flags, P, G = vars(args), args.prompts, args.group_size
     loss_settings = {name: flags[name] for name in ("loss", "clip_low", "clip_high", "dual_clip", "kl_coef")}
     shaping = {name: flags[name] for name in ("truncated", "completion_tokens", "overlong_buffer", "format_bonus")}
@@ -1339,7 +1341,11 @@ def main() -> None:
     judging |= {"chat_template_kwargs": args.chat_template_kwargs, "use_adapter": True}
 
     def push(tensors: dict[str, torch.Tensor], version: int = -1) -> None:
+        nonlocal written
         push_adapter(engine, tensors, {"r": args.lora_rank, "lora_alpha": args.lora_alpha}, version)
+        # Only now: beside the writing of a checkpoint, which is Python's time as well, a push takes three times as long.
+        while unwritten:
+            written = writer.submit(save_checkpoint, *unwritten.pop())
 
     def judge(step: int) -> None:
         """Held-out accuracy of the policy after `step` updates; once per step, also when a run goes on."""
@@ -1368,8 +1374,7 @@ def main() -> None:
         )
     if start_step == 0 or (args.eval_every and start_step % args.eval_every == 0 and start_step < args.steps):
         judge(start_step)  # also when a run ended between the checkpoint of a step and its evaluation
-    bad_steps, saving, writer, written = 0, {}, ThreadPoolExecutor(1), Future()
-    written.set_result(None)
+    bad_steps, saving = 0, {}
 
     # --- GRPO --------------------------------------------------------------------------------------------------------
     for step in range(start_step, args.steps):
@@ -1450,7 +1455,7 @@ def main() -> None:
                 moments |= {f"average|{name}": tensor for name, tensor in average.items() if args.average > 1}
                 if rank == 0:
                     written.result()  # the one before, which has had a step's time; or what went wrong with it
-                    written = writer.submit(save_checkpoint, run_dir, done, adapter, moments, adapter_config, args.keep)
+                    unwritten.append((run_dir, done, adapter, moments, adapter_config, args.keep))  # by the next push
         if args.eval_every and done % args.eval_every == 0 and done < args.steps:
             judge(done)
             if rank == 0:
@@ -1459,6 +1464,8 @@ def main() -> None:
     # --- After -------------------------------------------------------------------------------------------------------
     judge(args.steps)
     written.result()
+    for last in unwritten:  # nothing is judged, so no push came
+        save_checkpoint(*last)
     if rank == 0:
         bar.close()
         model_nvfp4.save_adapter(run_dir / "adapter", average, **adapter_config)
