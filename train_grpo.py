@@ -1316,11 +1316,13 @@ def main() -> None:
     optimizer = build_optimizer(policy, args.lr)
     if checkpoint:
         model_nvfp4.load_lora_state_dict(policy, load_file(checkpoint / "adapter_model.safetensors"))
-        moments = load_file(checkpoint / "optimizer.safetensors")  # mapped until the first save takes the name
+        moments = load_file(checkpoint / "optimizer.safetensors")
         load_optimizer_tensors(policy, optimizer, moments)
     adapter = average = model_nvfp4.lora_state_dict(policy)  # what rolls out; what is judged and kept
-    if checkpoint and args.average > 1:
-        average = {name: moments.get(f"average|{name}", tensor).clone() for name, tensor in adapter.items()}
+    if checkpoint:
+        if args.average > 1:
+            average = {name: moments.get(f"average|{name}", tensor).clone() for name, tensor in adapter.items()}
+        del moments  # or its file, which the next checkpoint replaces, would stay mapped
     adapter_config = lora | {"base_model": args.model}
     metrics, evaluations = [], []  # of rank 0, which writes
     if rank == 0:
