@@ -34,7 +34,7 @@ SMOKE_MODEL=models/SmolLM2-135M-Instruct-NVFP4
 recipe() {
   case $1 in
   smoke) # two cores, no GPU; any GPU will do
-    ABOUT="the embedded model learns arithmetic, about 5 minutes on two quiet cores"
+    ABOUT="the embedded model learns arithmetic, about 4 minutes on two quiet cores"
     MACHINE=(--gpus 1 --gpu rtx4090 --gpu-memory 24)
     FACTS=(--prompt-tokens 100)
     FLAGS=(--model "$SMOKE_MODEL" --dataset arithmetic --heldout 64 --heldout-samples 8
