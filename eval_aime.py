@@ -63,6 +63,7 @@ class Problem:
     problem: str
     answer: str
     messages: list[dict[str, str]] | None = None
+    max_tokens: int | None = None  # of a completion in training, where this problem should have fewer than the others
 
 
 @dataclass(frozen=True)
@@ -99,13 +100,15 @@ def read_problems(
     *,
     prompt_key: str = "problem",
     answer_key: str = "answer",
+    tokens_key: str | None = None,
     split: str | None = None,
     data_dir: str | Path | None = None,
 ) -> list[Problem]:
     """Problems of a named benchmark, a JSONL file or a Hub dataset; UserError names the file, the line and the key.
 
     A named benchmark comes from `data_dir/NAME.jsonl` or, without `data_dir`, from the Hub at its pinned revision, and
-    is checked either way. `split` is for other Hub datasets (default "train").
+    is checked either way. `split` is for other Hub datasets (default "train"). `tokens_key` names the field that becomes
+    `Problem.max_tokens`; a row may do without.
     """
     name = str(source)
     benchmark = BENCHMARKS.get(name)
@@ -128,6 +131,8 @@ def read_problems(
             f"{name} is no benchmark ({', '.join(BENCHMARKS)}), no JSONL file and no Hub name OWNER/DATASET."
         )
 
+    if rows and tokens_key and not any(tokens_key in row for _, row in rows):
+        raise UserError(f"{name} has no row with {tokens_key!r} (see --tokens-key).")
     problems: list[Problem] = []
     for number, (place, row) in enumerate(rows, 1):
         for key in (prompt_key, answer_key):
@@ -137,7 +142,10 @@ def read_problems(
         answer = answer.rpartition("####")[2].strip()  # GSM8K writes its solution before the answer
         if not text or not answer:
             raise UserError(f"{place} has an empty {(answer_key if text else prompt_key)!r}.")
-        problems.append(Problem(problem_id(name, row, number), text, answer))
+        limit = row.get(tokens_key)
+        if limit is not None and (type(limit) is not int or limit < 1):
+            raise UserError(f"{place} has {limit!r} as {tokens_key!r}; a limit in tokens is a whole number from 1.")
+        problems.append(Problem(problem_id(name, row, number), text, answer, max_tokens=limit))
     if not problems:
         raise UserError(f"{name} holds no problem.")
     twice = [id for id, count in Counter(problem.id for problem in problems).items() if count > 1]

@@ -458,19 +458,19 @@ def encode_prompts(
     return prompts
 
 
-def assign_to_replicas(prompts: list[list[int]], replicas: int, max_tokens: int) -> list[list[int]]:
+def assign_to_replicas(prompts: list[list[int]], replicas: int, limits: list[int]) -> list[list[int]]:
     """Which request runs on which replica: `replicas` lists of request indices, each longest expected first.
 
     The longest unit goes to the replica with the least work so far (Graham 1969), work in tokens to compute: the prompt once
-    and `max_tokens` a sample. Nothing else may enter, such as lengths seen before: who computes what would then differ
-    after a resume, and with the batches the rounding. Samples of one prompt are a unit (they share its keys and values) as
-    long as there are prompts enough for all replicas; with fewer the samples themselves are dealt out.
+    and each sample's limit (N `limits`). Nothing else may enter, such as lengths seen before: who computes what would then
+    differ after a resume, and with the batches the rounding. Samples of one prompt are a unit (they share its keys and
+    values) as long as there are prompts enough for all replicas; with fewer the samples themselves are dealt out.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     for index, prompt in enumerate(prompts):
         groups.setdefault(tuple(prompt), []).append(index)
     units = list(groups.values()) if len(groups) >= replicas else [[index] for index in range(len(prompts))]
-    work = {unit[0]: len(prompts[unit[0]]) + max_tokens * len(unit) for unit in units}
+    work = {unit[0]: len(prompts[unit[0]]) + sum(limits[i] for i in unit) for unit in units}
     units.sort(key=lambda unit: -work[unit[0]])  # stable: equal lengths keep their order on every rank
     shares: list[list[int]] = [[] for _ in range(replicas)]
     loads = [0] * replicas
@@ -486,7 +486,7 @@ def generate(
     prompts: list[list[int]],
     seeds: list[int],
     *,
-    max_tokens: int,
+    max_tokens: int | list[int],
     temperature: float,
     top_p: float = 1.0,
     top_k: int = 0,
@@ -495,7 +495,8 @@ def generate(
     on_sample: Callable[[int, Sample], None] | None = None,
     gather: bool = True,
 ) -> list[Sample]:
-    """One sample per entry of `prompts` (N token-id lists) with its own seed; repeat a prompt G times for a group.
+    """One sample per entry of `prompts` (N token-id lists) with its own seed and at most `max_tokens`, one number for all or
+    N of them; repeat a prompt G times for a group.
 
     Collective: every rank calls it with the same arguments. The requests are split over the replicas; with `gather` every
     rank returns all N samples in request order, without it only its own (the rest are missing from the list).
@@ -509,16 +510,18 @@ def generate(
     from vllm.sampling_params import RequestOutputKind
 
     assert len(prompts) == len(seeds), f"one seed per prompt: {len(prompts)} prompts, {len(seeds)} seeds"
+    limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens  # N
+    assert len(limits) == len(prompts), f"one limit per prompt: {len(prompts)} prompts, {len(limits)} limits"
     assert not use_adapter or engine.policy_version is not None, "use_adapter before any push_adapter"
     wake_kv_cache(engine)
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     tp = engine.llm_engine.vllm_config.parallel_config.tensor_parallel_size
-    mine = assign_to_replicas(prompts, world // tp, max_tokens)[rank // tp]
+    mine = assign_to_replicas(prompts, world // tp, limits)[rank // tp]
 
     start = time.perf_counter()
     for index in mine:
         params = SamplingParams(
-            max_tokens=max_tokens,
+            max_tokens=limits[index],
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,

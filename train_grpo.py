@@ -136,19 +136,19 @@ def group_advantages(rewards: torch.Tensor, scale: str = "std") -> torch.Tensor:
 
 def shape_rewards(
     samples: list[Sample], values: list[float], *,
-    truncated: str, completion_tokens: int, overlong_buffer: int, format_bonus: float,
+    truncated: str, limits: list[int], overlong_buffer: int, format_bonus: float,
 ) -> tuple[list[float], list[bool]]:  # fmt: skip
     """(N rewards, N masks): what the flags add to N values, the verdicts' (or those of one's own reward function).
 
     A completion that was cut is scored, zeroed or masked out of the loss; DAPO's soft penalty grows over the last
-    `overlong_buffer` tokens before the limit; `format_bonus` is paid for a readable box, right or wrong.
+    `overlong_buffer` tokens before the sample's limit (N `limits`); `format_bonus` is paid for a readable box, right or wrong.
     """
     assert len(values) == len(samples), f"{len(values)} rewards for {len(samples)} samples"
     rewards, masks = [], []
-    for sample, value in zip(samples, values):
+    for sample, value, limit in zip(samples, values, limits, strict=True):
         value, trained = grader.truncated_reward(value, sample.finish_reason == "length", truncated)
         if overlong_buffer:
-            value += grader.overlong_penalty(len(sample.completion_ids), completion_tokens, overlong_buffer)
+            value += grader.overlong_penalty(len(sample.completion_ids), limit, overlong_buffer)
         if format_bonus:
             value += format_bonus * grader.format_reward(sample.text)
         rewards.append(float(value))
@@ -959,6 +959,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--dataset", default="arithmetic", help="arithmetic (made here), a JSONL file, or a Hub name")
     add("--prompt-key", default="problem", help="field of a row with the question")
     add("--answer-key", default="answer", help="field of a row with the reference answer")
+    add("--tokens-key", help="field of a row with its own limit below --completion-tokens: no long tails for easy problems")
     add("--prompt-template", default="{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}.",
         help="the user message; {problem} is replaced")
     add("--heldout", type=int, default=64, help="problems kept from training for evaluation; 0 for none")
@@ -1114,7 +1115,9 @@ def read_data(args: argparse.Namespace) -> tuple[list[Problem], list[Problem]]:
     if args.dataset == "arithmetic":
         problems, heldout = arithmetic_problems(args.seed, num_heldout=num_heldout)
     else:
-        problems = read_problems(args.dataset, prompt_key=args.prompt_key, answer_key=args.answer_key)
+        problems = read_problems(
+            args.dataset, prompt_key=args.prompt_key, answer_key=args.answer_key, tokens_key=args.tokens_key
+        )
         random.Random(f"split {args.seed}").shuffle(problems)
         heldout = problems[:num_heldout]
     if args.eval_benchmark:
@@ -1277,8 +1280,14 @@ def main() -> None:
     ids = rollout.encode_prompts(tokenizer, list(conversations.values()), args.chat_template_kwargs)
     prompt_ids = dict(zip(conversations, ids))  # by the problem's text
     eval_tokens, judged_on = args.eval_tokens or args.completion_tokens, args.eval_benchmark or "held-out"
-    room = {p.problem: args.completion_tokens for p in train} | {p.problem: eval_tokens for p in heldout}
+    room = {p.problem: min(p.max_tokens or math.inf, args.completion_tokens) for p in train}  # for a completion
+    room |= {p.problem: eval_tokens for p in heldout}
     context = longest_context(args.model, prompt_ids, room)
+    least = min(room[p.problem] for p in train)
+    if args.overlong_buffer > least:
+        raise UserError(
+            f"--overlong-buffer {args.overlong_buffer} is more than the {least} tokens that a completion may have."
+        )
     say(
         f"{args.model} on {args.dataset}: {len(train)} training and {len(heldout)} {judged_on} problems, context {context}; "
         f"{args.steps} steps of {args.prompts} × {args.group_size} samples on {world} rank{'s' * (world > 1)}; "
@@ -1292,7 +1301,7 @@ def main() -> None:
     report.dump_stacks(run_dir, rank)
     lock = report.lock_run(run_dir, patience=10) if rank == 0 else None  # until this process ends, however it ends
     view = {f"--{name}": value for name, value in vars(args).items() if name not in ("model", "dataset", "runs_dir")}
-    contents = json.dumps([(p.problem, p.answer, prompt_ids[p.problem]) for p in [*train, *heldout]])
+    contents = json.dumps([(p.problem, p.answer, prompt_ids[p.problem], room[p.problem]) for p in [*train, *heldout]])
     view |= {"the step to go on from": start_step, "the checksum of all problems": zlib.crc32(contents.encode())}
     start = (checkpoint / "adapter_model.safetensors").read_bytes() if checkpoint else b""
     check_ranks_agree(view | {"the checksum of the checkpoint": zlib.crc32(start)})
@@ -1334,9 +1343,9 @@ def main() -> None:
     written.set_result(None)
     flags, P, G = vars(args), args.prompts, args.group_size
     loss_settings = {name: flags[name] for name in ("loss", "clip_low", "clip_high", "dual_clip", "kl_coef")}
-    shaping = {name: flags[name] for name in ("truncated", "completion_tokens", "overlong_buffer", "format_bonus")}
+    shaping = {name: flags[name] for name in ("truncated", "overlong_buffer", "format_bonus")}
     extra_forwards = {name: flags[name] for name in ("old_logprobs", "correction")} | {"reference": args.kl_coef > 0}
-    sampling = {"temperature": args.temperature, "max_tokens": args.completion_tokens, "stop": args.stop}
+    sampling = {"temperature": args.temperature, "stop": args.stop, "use_adapter": True}
     temperature = args.temperature if args.eval_temperature is None else args.eval_temperature
     judging = {"k": args.heldout_samples, "temperature": temperature, "top_p": args.eval_top_p, "stop": args.stop}
     judging |= {"max_tokens": eval_tokens, "seed": args.seed, "template": args.prompt_template}
@@ -1383,7 +1392,7 @@ def main() -> None:
         # A collective that is stuck raises after --timeout; this is for an engine that is stuck by itself.
         faulthandler.dump_traceback_later(2 * 60 * args.timeout, exit=True)
         seconds, saving = saving, {}  # the time of log and checkpoint counts with the next line of the log
-        problems, samples, verdicts, values, missing = [], [], [], [], P
+        problems, samples, verdicts, values, limits, missing = [], [], [], [], [], P
         with report.timed(seconds, "generate"), awake(engine):  # vLLM owns the GPU inside this block
             with report.timed(seconds, "push"):
                 push(adapter, step)  # the policy that we are about to improve
@@ -1391,16 +1400,17 @@ def main() -> None:
                 asked = next_problems(train, step, missing, args.seed, refill)  # the same on every rank
                 draws = [(p, refill * G + member) for p in asked for member in range(G)]  # none is made twice in a step
                 seeds = [sample_seed(args.seed, step, p.id, member) for p, member in draws]
-                said = generate(engine, [prompt_ids[p.problem] for p, _ in draws], seeds, use_adapter=True, **sampling)
+                most = [room[p.problem] for p, _ in draws]  # tokens of each completion
+                said = generate(engine, [prompt_ids[p.problem] for p, _ in draws], seeds, max_tokens=most, **sampling)
                 with report.timed(seconds, "score"):
                     judged, paid = score_together(said, [p.answer for p, _ in draws], own_reward)
                 problems, samples = problems + asked, samples + said  # P groups, and those that --refill asks for
-                verdicts, values = verdicts + judged, values + paid
+                verdicts, values, limits = verdicts + judged, values + paid, limits + most
                 unshaped = torch.tensor(values).view(-1, G)  # (groups, G)
                 missing = P - int(has_spread(unshaped).sum())
                 if not missing:
                     break
-        shaped, masked = shape_rewards(samples, values, **shaping)  # N, N
+        shaped, masked = shape_rewards(samples, values, limits=limits, **shaping)  # N, N
         rewards = torch.tensor(shaped).view(-1, G)  # (groups, G)
         with report.timed(seconds, "train"):
             advantages = group_advantages(rewards, args.advantage_scale)  # (groups, G)

@@ -328,20 +328,26 @@ def test_copies_of_other_shape_are_the_same_benchmark(tmp_path, monkeypatch):
         ('{"question": "a", "answer": 1}\n', "no key 'problem', only question, answer"),
         ('{"problem": " ", "answer": 1}\n', "empty 'problem'"),
         ('{"problem": "a", "answer": null}\n', "empty 'answer'"),
+        (
+            '{"problem": "a", "answer": 1, "most": 0}\n',
+            "line 1 has 0 as 'most'; a limit in tokens is a whole number from 1",
+        ),
+        ('{"problem": "a", "answer": 1, "most": true}\n', "has True as 'most'"),
     ],
 )
 def test_bad_files_are_refused(tmp_path, text, message):
     path = tmp_path / "problems.jsonl"
     path.write_text(text)
     with pytest.raises(UserError, match=message):
-        read_problems(path)
+        read_problems(path, tokens_key="most")
 
 
 def test_files_and_names(tmp_path):
     path = tmp_path / "mine.jsonl"
-    path.write_text('{"question": "1+1?", "answer": 2}\n{"question": "0?", "answer": "0 = 0\\n#### 0"}\n')
-    problems = read_problems(path, prompt_key="question")
-    assert [(p.id, p.problem, p.answer) for p in problems] == [("mine-1", "1+1?", "2"), ("mine-2", "0?", "0")]
+    path.write_text('{"question": "1+1?", "answer": 2}\n{"question": "0?", "answer": "0 = 0\\n#### 0", "limit": 7}\n')
+    problems = read_problems(path, prompt_key="question", tokens_key="limit")
+    told = [(p.id, p.problem, p.answer, p.max_tokens) for p in problems]
+    assert told == [("mine-1", "1+1?", "2", None), ("mine-2", "0?", "0", 7)]
     with pytest.raises(UserError, match="no file"):
         read_problems(tmp_path / "other.jsonl")
     with pytest.raises(UserError, match="no benchmark"):

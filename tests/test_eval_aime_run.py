@@ -165,7 +165,7 @@ rank, world = dist.get_rank(), dist.get_world_size()
 number = {t.eval_aime.sample_seed(0, -1, p.id, j): 8 * i + j for i, p in enumerate(t.PROBLEMS) for j in range(8)}
 def generate(engine, prompts, seeds, *, on_sample, **kwargs):  # what rollout.generate does: each rank its share
     missing = [number[seed] for seed in seeds]
-    for index in rollout.assign_to_replicas(prompts, world, kwargs["max_tokens"])[rank]:
+    for index in rollout.assign_to_replicas(prompts, world, [kwargs["max_tokens"]] * len(prompts))[rank]:
         if int(sys.argv[2]) and index == int(sys.argv[2]):
             os._exit(9)
         i, j = divmod(missing[index], 8)

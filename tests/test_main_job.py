@@ -80,6 +80,14 @@ def bad_inputs(tmp_path):
             ["--dataset", lines(tmp_path / "keys.jsonl", good, {"question": "?", "answer": "1"})],
             "problem",
         ),
+        "limits that no row has": (
+            ["--dataset", lines(tmp_path / "limits.jsonl", good), "--tokens-key", "most"],
+            "no row with 'most'",
+        ),
+        "penalty longer than completions": (
+            ["--overlong-buffer", 41],
+            "--overlong-buffer 41 is more than the 40 tokens",
+        ),
         "line that is not JSON": (["--dataset", lines(tmp_path / "bad.jsonl", good, "{oops\n")], "line 2"),
         "empty answer": (["--dataset", lines(tmp_path / "blank.jsonl", good, good | {"answer": " "})], "answer"),
         "nothing left to train on": (["--dataset", lines(tmp_path / "one.jsonl", good)], "--heldout"),
@@ -93,10 +101,10 @@ def bad_inputs(tmp_path):
     }
 
 
-@pytest.mark.parametrize("number", range(13))
+@pytest.mark.parametrize("number", range(15))
 def test_bad_input_ends_in_one_sentence(number, tmp_path, monkeypatch):
     cases = bad_inputs(tmp_path)
-    assert len(cases) == 13
+    assert len(cases) == 15
     name, (flags, sentence) = list(cases.items())[number]
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     runs = ["--runs-dir", tmp_path / "runs"]

@@ -20,7 +20,7 @@ MODEL = ROOT / "models" / "SmolLM2-135M-Instruct-NVFP4"
 
 def test_samples_of_a_prompt_stay_on_one_replica():
     prompts = [[1, 2, 3]] * 4 + [[1]] * 4 + [[5, 6]] * 4 + [[7, 8]] * 4
-    shares = rollout.assign_to_replicas(prompts, 2, max_tokens=8)
+    shares = rollout.assign_to_replicas(prompts, 2, [8] * 16)
     assert sorted(index for share in shares for index in share) == list(range(16))
     assert [len(share) for share in shares] == [8, 8]
     for share in shares:
@@ -29,7 +29,7 @@ def test_samples_of_a_prompt_stay_on_one_replica():
 
 
 def test_fewer_prompts_than_replicas_are_dealt_out_by_sample():
-    shares = rollout.assign_to_replicas([[1, 2]] * 6, 4, max_tokens=8)
+    shares = rollout.assign_to_replicas([[1, 2]] * 6, 4, [8] * 6)
     assert sorted(len(share) for share in shares) == [1, 1, 2, 2]
     assert sorted(index for share in shares for index in share) == list(range(6))
 
@@ -38,8 +38,15 @@ def test_the_longest_prompts_go_first_and_apart():
     """Loads by hand, 10 tokens a completion: 100+20, 60+20, 50+20, 10+20 over two replicas are 120+30 against 80+70."""
     lengths = [10, 100, 50, 60]
     prompts = [[n] * n for n in lengths for _ in range(2)]
-    shares = rollout.assign_to_replicas(prompts, 2, max_tokens=10)
+    shares = rollout.assign_to_replicas(prompts, 2, [10] * 8)
     assert [[len(prompts[index]) for index in share] for share in shares] == [[100, 100, 10, 10], [60, 60, 50, 50]]
+
+
+def test_limits_of_their_own_count_in_the_order():
+    """By hand: prompts of one token with limits 5, 40, 30, 5 and two samples each are 11, 81, 61, 11 tokens of work."""
+    prompts = [[n] for n in range(4) for _ in range(2)]
+    shares = rollout.assign_to_replicas(prompts, 2, [n for n in (5, 40, 30, 5) for _ in range(2)])
+    assert shares == [[2, 3], [4, 5, 0, 1, 6, 7]]
 
 
 @pytest.mark.parametrize("indices", [[0, 0, 0, 0, 0], [0, -1, 0, -1, -1]])
@@ -459,7 +466,10 @@ def test_four_ranks_train_on_what_two_engines_sampled(tiny, tmp_path):
     """train_grpo.py --tp 2 on four ranks: the probe passes, engine and trainer agree after each update."""
     (tmp_path / "reward.py").write_text("def odd(completion, reference):\n    return float(len(completion) % 2)\n")
     (tmp_path / "data.jsonl").write_text(
-        "".join(json.dumps({"problem": f"{20 + i} {30 + i} {40 + i}", "answer": "1"}) + "\n" for i in range(8))
+        "".join(
+            json.dumps({"problem": f"{20 + i} {30 + i} {40 + i}", "answer": "1", "most": 5 if i < 4 else None}) + "\n"
+            for i in range(8)
+        )
     )
     words = ["--model", tiny / "nvfp4", "--dataset", tmp_path / "data.jsonl", "--prompt-template", "{problem}"]
     words += [
@@ -474,7 +484,8 @@ def test_four_ranks_train_on_what_two_engines_sampled(tiny, tmp_path):
         "--group-size",
         4,
     ]
-    words += ["--completion-tokens", 24, "--lora-rank", 8, "--tp", 2, "--lr", "1e-2", "--runs-dir", tmp_path]
+    words += ["--completion-tokens", 24, "--tokens-key", "most"]
+    words += ["--lora-rank", 8, "--tp", 2, "--lr", "1e-2", "--runs-dir", tmp_path]
     done = torchrun(4, ROOT / "train_grpo.py", *words, "--run-name", "tp")
     assert "parity probe: the engine uses the adapter" in done.stdout
     metrics = [json.loads(line) for line in (tmp_path / "tp" / "metrics.jsonl").read_text().splitlines()]
@@ -484,6 +495,11 @@ def test_four_ranks_train_on_what_two_engines_sampled(tiny, tmp_path):
         assert m["gap"] < 0.02
         assert len(m["engine"]["idle"]) == 2
         assert m["engine"]["tokens_per_second"] > 0
+    longest = {True: 0, False: 0}  # token budgets: four problems have one of their own
+    for sample in map(json.loads, (tmp_path / "tp" / "samples.jsonl").read_text().splitlines()):
+        own = int(sample["question"].split()[0]) < 24
+        longest[own] = max(longest[own], sample["tokens"])
+    assert longest == {True: 5, False: 24}
 
 
 # --- With a GPU ------------------------------------------------------------------------------------------------------

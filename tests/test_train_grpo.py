@@ -330,7 +330,7 @@ def test_rewards_are_shaped_by_flags_alone():
 
     samples = [finished(50, "stop"), finished(90, "stop"), finished(100, "length"), finished(10, "stop", "no box")]
     values = [1.0, 1.0, 1.0, 0.0]
-    plain = {"truncated": "score", "completion_tokens": 100, "overlong_buffer": 0, "format_bonus": 0.0}
+    plain = {"truncated": "score", "limits": [100] * 4, "overlong_buffer": 0, "format_bonus": 0.0}
     assert shape_rewards(samples, values, **plain) == ([1, 1, 1, 0], [False] * 4)
     assert shape_rewards(samples, values, **plain | {"truncated": "zero"}) == ([1, 1, 0, 0], [False] * 4)
     masked = shape_rewards(samples, values, **plain | {"truncated": "mask"})
@@ -338,11 +338,14 @@ def test_rewards_are_shaped_by_flags_alone():
     # TRL's soft overlong values: of 100 with a buffer of 20, length 50 costs 0, 90 costs .5, 100 costs 1
     rewards, _ = shape_rewards(samples, values, **plain | {"overlong_buffer": 20})
     assert rewards == pytest.approx([1, 0.5, 0, 0])
+    # the same against each sample's own limit: 50 of 50 is as much at the end as 100 of 100
+    own = {"limits": [50, 110, 100, 100], "overlong_buffer": 20}
+    assert shape_rewards(samples, values, **plain | own)[0] == pytest.approx([0, 1, 0, 0])
     rewards, _ = shape_rewards(samples, values, **plain | {"format_bonus": 0.1})
     assert rewards == pytest.approx([1.1, 1.1, 1.1, 0])
     # TRL: a completion whose end-of-sequence token is exactly the last that fits is not truncated; the engine says so itself.
     fits = [finished(100, "stop")]
-    assert shape_rewards(fits, [1.0], **plain | {"truncated": "mask"}) == ([1], [False])
+    assert shape_rewards(fits, [1.0], **plain | {"truncated": "mask", "limits": [100]}) == ([1], [False])
 
 
 def test_unreadable_references_and_a_missing_reward_function_are_told_before_training(tmp_path):
