@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import os
 import re
 import signal
@@ -44,6 +45,8 @@ import torch.distributed as dist
 from model_nvfp4 import UserError, decode, read_json
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported, which any library may do first
+# It warns (of a triton that it will not use on a CPU) before it has looked at that.
+logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
 
 if TYPE_CHECKING:
     from vllm import LLM
