@@ -239,6 +239,30 @@ def linear(x, weight, bias):
     return y
 
 
+def fp32_linear(weight, bias=None):
+    """x -> x @ W.T + bias, (tokens, K) to (tokens, N) in fp32: for a head, since bf16 rounds logits of 20 to eighths.
+
+    bf16 operands are multiplied by the units for bf16, which sum in fp32, and the sums are kept. On a CPU trainer and engine
+    share this function, on a GPU vLLM calls torch as it is called here (`LogitsProcessor._apply_head`, version 0.32).
+    """
+    if weight.dtype not in (torch.bfloat16, torch.float16):
+        return lambda x: F.linear(x, weight, bias)  # (tokens, N)
+    shift = None if bias is None else bias.float()  # (N,)
+    if weight.is_cuda:
+        product = partial(torch.mm, mat2=weight.T, out_dtype=torch.float32)
+        return product if bias is None else lambda x: product(x).add_(shift)  # (tokens, N)
+    wide, units = weight.float(), torch.backends.mkldnn.matmul  # (N, K)
+    inside = "bf16" if weight.dtype == torch.bfloat16 else "ieee"  # exact: the numbers are bf16, only their type is not
+
+    def linear(x):
+        before, units.fp32_precision = units.fp32_precision, inside
+        y = F.linear(x.float(), wide, shift)  # (tokens, N)
+        units.fp32_precision = before
+        return y
+
+    return linear
+
+
 class FrozenMatmul(torch.autograd.Function):
     """y = x @ W.T + bias for a frozen W that is decoded here and, instead of being saved, once more in backward."""
 

@@ -603,13 +603,12 @@ def visits_bytes(m: Model, run: Run) -> float:
 
 
 def logits_bytes(m: Model, run: Run) -> float:
-    """train_grpo.TokenLogprobs, 14 bytes per logit of a chunk (bf16 and fp32, beside fp32 and probabilities of the chunk
-    before), the picked hidden states and their gradient in bf16, and in bf16 a head that is stored
-    packed."""
+    """train_grpo.TokenLogprobs, 12 bytes per logit of a chunk (fp32, beside fp32 and probabilities of the chunk before), the
+    picked hidden states and their gradient in bf16, and in bf16 a head that is stored packed."""
     H, V = m.fields.hidden_size, m.fields.vocab_size
     packed = any(w.kind == "head" and name != "bf16" for w, name in zip(m.parts, m.formats))
     chunk = min(run.max_tokens, max(16, LOGITS_OF_A_CHUNK // V))
-    return 14 * chunk * V + 4 * run.max_tokens * H + (2 * V * H if packed else 0)
+    return 12 * chunk * V + 4 * run.max_tokens * H + (2 * V * H if packed else 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from model_nvfp4 import UserError, decode, read_json
+from model_nvfp4 import UserError, decode, fp32_linear, read_headers, read_json
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported, which any library may do first
 # It warns (of a triton that it will not use on a CPU) before it has looked at that.
@@ -145,7 +145,11 @@ def build_engine(
         arguments |= {"block_size": 32, "enforce_eager": True, "dtype": "bfloat16", "ir_op_priority": norms}
         # A seeded request whose prompt is cut in two ends in "CPU Generator does not use offset" (gpu_model_runner.py).
         arguments["enable_chunked_prefill"] = False
+    overrides = (
+        {} if head_is_packed(model_dir) else {"head_dtype": "float32"}
+    )  # logits in fp32, as the trainer has them
     arguments |= engine_args or {}
+    arguments["hf_overrides"] = overrides | arguments.get("hf_overrides", {})
 
     engine = LLM(**arguments)
     engine.sleep_mode = sleep if arguments.get("enable_sleep_mode") else "off"  # type: ignore[attr-defined]
@@ -183,6 +187,13 @@ def check_architecture(model_dir: str | Path) -> None:
             f"{model_dir} is a {architecture}, for which {' and '.join(missing)} {'has' if len(missing) == 1 else 'have'} no "
             f"class; install versions that have one (launch.sh names them beside the recipe of such a model)."
         )
+
+
+def head_is_packed(model_dir: str | Path) -> bool:
+    """Whether the LM head is quantised; for such a one vLLM has no fp32 logits. Reads headers only."""
+    return any(
+        name.endswith(("lm_head.weight_scale", "lm_head.weight_scale_inv")) for name in read_headers(Path(model_dir))
+    )
 
 
 def check_sleep(sleep: str, weight_bytes: int, tp: int, root: Path = Path("/")) -> None:
@@ -609,6 +620,7 @@ def prepare_cpu() -> None:
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
     from vllm.platforms import PlatformEnum
     from vllm.v1.sample import sampler
@@ -679,6 +691,7 @@ def prepare_cpu() -> None:
     PunicaWrapperCPU.add_lora_linear = add_lora_linear
     PunicaWrapperCPU.add_lora_logits = add_lora_logits
     TopKTopPSampler.forward_cpu = sample_tokens
+    LogitsProcessor._apply_head = apply_head
     # The rank of each sampled token, in two passes over (N, V); nobody reads it.
     sampler.batched_count_greater_than = lambda x, values: torch.zeros(len(x), dtype=torch.int64)  # (N,)
     serve_experts()
@@ -837,7 +850,21 @@ def add_lora_logits(
     if not a.any():
         return
     wants_adapter = (self.sampler_indices[: x.shape[0]] >= 0).to(x.dtype).unsqueeze(1) * scale  # (requests, 1)
-    y.addmm_(torch.nn.functional.linear(x, a) * wants_adapter, b.t())
+    y.addmm_((torch.nn.functional.linear(x, a) * wants_adapter).to(y.dtype), b.t().to(y.dtype))
+
+
+def apply_head(
+    self: Any,
+    lm_head: Any,
+    hidden_states: torch.Tensor,  # (requests, K)
+    embedding_bias: torch.Tensor | None,  # (V,)
+) -> torch.Tensor:
+    """`LogitsProcessor._apply_head`: (requests, V) logits. For fp32 ones vLLM makes a wide copy of the head at each call."""
+    if self.head_dtype != torch.float32 or hidden_states.dtype == torch.float32:
+        return lm_head.quant_method.apply(lm_head, hidden_states, bias=embedding_bias)
+    if not hasattr(lm_head, "fp32_linear"):
+        lm_head.fp32_linear = fp32_linear(lm_head.weight, embedding_bias)
+    return lm_head.fp32_linear(hidden_states)
 
 
 def sample_tokens(

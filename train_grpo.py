@@ -511,12 +511,13 @@ class TokenLogprobs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # fp32 logits of a chunk: 128 MB on a GPU, to keep its matmul busy; 8 MB on a CPU, to stay in the cache.
         chunk = max(16, (2**25 if hidden.is_cuda else 2**21) // weight.shape[0])
+        head = model_nvfp4.fp32_linear(weight, bias)
         logprobs = hidden.new_empty(len(targets), dtype=torch.float32)  # (U,)
         entropy = hidden.new_empty(len(targets), dtype=torch.float32)  # (U,)
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None  # (U, H)
         for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
-            logits = F.linear(hidden[part], weight, bias).float()  # (chunk, V)
+            logits = head(hidden[part])  # (chunk, V)
             slope: Any = multiplier / temperature
             if softcap is None:
                 if slope != 1:  # each pass over (chunk, V) counts

@@ -423,9 +423,9 @@ def test_memory_of_the_trainers_logits(monkeypatch):
         start = live.now()
         logprobs, _ = train_grpo.TokenLogprobs.apply(hidden, weight, None, targets, 1.0, 1.0, None)
         logprobs.sum().backward()
-    m = read_model(TINY | {"vocab_size": V})
+    m, wide = read_model(TINY | {"vocab_size": V}), 4 * V * H  # a CPU makes an fp32 copy of the head, a GPU does not
     assert logits_bytes(m, complete(Run(gpus=1, gpu_memory=1, max_tokens=tokens))) == pytest.approx(
-        live.peak - start, rel=0.1
+        live.peak - start - wide, rel=0.1
     )
 
 

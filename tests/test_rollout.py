@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import rollout
 from model_nvfp4 import UserError
@@ -47,6 +48,14 @@ def test_limits_of_their_own_count_in_the_order():
     prompts = [[n] for n in range(4) for _ in range(2)]
     shares = rollout.assign_to_replicas(prompts, 2, [n for n in (5, 40, 30, 5) for _ in range(2)])
     assert shares == [[2, 3], [4, 5, 0, 1, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    "stored", ["lm_head.weight", "lm_head.weight_scale", "language_model.lm_head.weight_scale_inv"]
+)
+def test_a_quantised_head_is_seen_by_its_scale(tmp_path, stored):
+    save_file({"model.norm.weight": torch.ones(2), stored: torch.ones(2)}, tmp_path / "model.safetensors")
+    assert rollout.head_is_packed(tmp_path) == ("scale" in stored)
 
 
 @pytest.mark.parametrize("indices", [[0, 0, 0, 0, 0], [0, -1, 0, -1, -1]])
@@ -348,6 +357,7 @@ def work(folder, tp, out):
     config = engine.llm_engine.vllm_config
     seen = {"settings": [config.scheduler_config.max_num_batched_tokens, config.cache_config.block_size]}
     seen["kernels"] = rollout.kernels(engine)
+    seen["head"] = str(config.model_config.head_dtype)
     draw = torch.Generator().manual_seed(2)
     prompts = [torch.randint(12, 64, (n,), generator=draw).tolist() for n in (12, 20, 9, 33) for _ in range(1)]
     prompts = [prompt for prompt in prompts for _ in range(6)]
@@ -423,6 +433,7 @@ def check_engine(seen, replicas, damaged):
     for fact in (*facts, "a module left out"):
         assert seen[fact], fact
     assert seen["damaged slice"] == damaged
+    assert seen["head"] == "torch.float32"
     assert len(seen["stats"]["idle"]) == replicas
     assert min(seen["stats"]["idle"]) < 0.1  # the one that finishes last waits for nobody
     assert seen["stats"]["tokens"] == sum(len(ids) for ids, _, _ in seen["samples"])

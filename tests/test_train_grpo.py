@@ -608,6 +608,21 @@ def test_token_logprobs_is_log_softmax_with_its_gradient(temperature, multiplier
     torch.testing.assert_close(gradient, expected_gradient, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_are_not_rounded_to_16_bits(dtype):
+    """Log-probs of logits up to 60 against exact ones; logits in bf16 would be off by up to an eighth."""
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 64, generator=draw, dtype=torch.float64).to(dtype) for n in (50, 301))
+    weight, bias = 2 * weight, torch.randn(301, generator=draw, dtype=torch.float64).to(dtype)
+    targets, before = torch.randint(0, 301, (50,), generator=draw), torch.backends.mkldnn.matmul.fp32_precision
+    logprobs, _ = TokenLogprobs.apply(hidden, weight, bias, targets, 1.0, 1.0, None)
+    logits = F.linear(hidden.double(), weight.double(), bias.double())
+    assert logits.max() > 40
+    expected = F.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(logprobs.double(), expected, atol=1e-4, rtol=0)
+    assert torch.backends.mkldnn.matmul.fp32_precision == before  # other matmuls of fp32 stay what they are
+
+
 def test_empty_row_has_weight_zero_and_a_graph(tiny_model):
     batch = pack([])
     assert batch.weight == 0
