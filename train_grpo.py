@@ -226,19 +226,24 @@ class Batch:
 
 
 def make_segments(
-    samples: list[Sample], advantages: torch.Tensor, max_tokens: int, masked: list[bool] | None = None
+    samples: list[Sample],
+    advantages: torch.Tensor,
+    max_tokens: int,
+    masked: list[bool] | None = None,
+    keep_all: bool = False,
 ) -> list[Segment]:
     """Samples (N, group-contiguous) and advantages (P, G) to segments of at most `max_tokens`.
 
-    A group without spread (all advantages zero) is left out, and so is each completion with `masked` true. The prompt is
-    computed once for its completions; a group too long for one segment is cut into several that repeat the prompt. A single
-    completion may exceed `max_tokens`: it gets a segment of its own.
+    A group without spread (all advantages zero) is left out, since it has no gradient (with a KL term it has one: `keep_all`),
+    and so is each completion with `masked` true. The prompt is computed once for its completions; a group too long for one
+    segment is cut into several that repeat the prompt. A single completion may exceed `max_tokens`: it gets a segment of its
+    own.
     """
     num_prompts, group_size = advantages.shape
     assert len(samples) == num_prompts * group_size, f"{len(samples)} samples for {num_prompts} groups of {group_size}"
     segments: list[Segment] = []
     for group in range(num_prompts):
-        if not advantages[group].any():
+        if not keep_all and not advantages[group].any():
             continue
         members = range(group * group_size, (group + 1) * group_size)
         segment: Segment | None = None
@@ -734,7 +739,7 @@ def policy_loss(
     old_logprobs: torch.Tensor,  # (S,) the ratio's denominator: the sampler's, or the trainer's before the first update
     advantages: torch.Tensor,  # (S,)
     samples: torch.Tensor,  # (S,) completion of each token
-    denominator: float,  # trained tokens of the whole step, or a constant (Dr. GRPO)
+    denominator: float,  # sampled tokens of the whole step, or a constant (Dr. GRPO)
     *,
     loss: str = "dapo",
     clip_low: float = 0.2,
@@ -1161,8 +1166,8 @@ def averaged(
     return {name: average[name].lerp(tensor, 1 / min(updates, window)) for name, tensor in adapter.items()}
 
 
-def loss_denominator(loss: str, num_tokens: int, num_samples: float, completion_tokens: int) -> float:
-    """What every row's sum is divided by, the same on all ranks: trained tokens, or Dr. GRPO's constant N · longest."""
+def loss_denominator(loss: str, num_tokens: float, num_samples: float, completion_tokens: int) -> float:
+    """What every row's sum is divided by, the same on all ranks: tokens of all samples, or Dr. GRPO's constant N · longest."""
     return float(num_samples * completion_tokens if LOSSES[loss][1] == "constant" else max(num_tokens, 1))
 
 
@@ -1177,10 +1182,10 @@ def build_optimizer(policy: nn.Module, lr: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups_of_layers, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
 
-def optimizer_step(optimizer: torch.optim.Optimizer, loss: torch.Tensor, num_tokens: int, max_norm: float) -> float:
+def optimizer_step(optimizer: torch.optim.Optimizer, loss: torch.Tensor, num_segments: int, max_norm: float) -> float:
     """Clip gradients to `max_norm`, step, clear them; returns the norm before. Collective: every rank must call.
 
-    No step, and so no movement by momentum either, when nothing was trained (`num_tokens` of all ranks is 0) or when a
+    No step, and so no movement by momentum either, when nothing was trained (`num_segments` of all ranks is 0) or when a
     gradient, or on any rank the `loss`, is NaN or infinite: the norm returned then is no finite number.
     """
     layers = [[p for p in group["params"] if p.grad is not None] for group in optimizer.param_groups]
@@ -1192,7 +1197,7 @@ def optimizer_step(optimizer: torch.optim.Optimizer, loss: torch.Tensor, num_tok
     dist.all_reduce(loss)  # () NaN and infinity survive a sum
     if not math.isfinite(loss.item()):
         norm = math.nan
-    if num_tokens and math.isfinite(norm):
+    if num_segments and math.isfinite(norm):
         optimizer.step()
     optimizer.zero_grad()
     return norm
@@ -1416,8 +1421,12 @@ def main() -> None:
         with report.timed(seconds, "train"):
             advantages = group_advantages(rewards, args.advantage_scale)  # (groups, G)
             if args.refill:  # replaced groups stay out, also where the shaping has given them a spread
-                advantages *= has_spread(unshaped)  # (groups, G)
-            segments = make_segments(samples, advantages, args.max_tokens, masked)
+                masked = [m or not live for m, live in zip(masked, has_spread(unshaped).expand(-1, G).flatten())]
+            segments = make_segments(samples, advantages, args.max_tokens, masked, keep_all=args.kl_coef > 0)
+            # One denominator for all ranks, however rows are dealt out: a group without spread counts, with a loss of zero.
+            num_tokens = sum(len(s.completion_ids) for s, m in zip(samples, masked) if not m)
+            shares = num_tokens / args.minibatches, P * G / args.minibatches
+            denominator = loss_denominator(args.loss, *shares, args.completion_tokens)
             chunks = [segments[part :: args.minibatches] for part in range(args.minibatches)]
             batches = [[pack(row).to(device) for row in balance(c, world, args.max_tokens)[rank]] for c in chunks]
             annotate(policy, [batch for rows in batches for batch in rows], args.temperature, **extra_forwards)
@@ -1426,9 +1435,6 @@ def main() -> None:
                 group["lr"] = lr
             stats, norms = [], []
             for chunk, rows in zip(chunks, batches):  # optimizer steps on this rollout; one, unless asked for more
-                # Tokens of all ranks: one denominator, however rows are dealt out.
-                num_tokens = sum(len(ids) for s in chunk for ids, _, _ in s.completions)
-                denominator = loss_denominator(args.loss, num_tokens, P * G / args.minibatches, args.completion_tokens)
                 loss_sum = torch.zeros((), device=device)  # ()
                 for batch in rows:
                     logprobs, entropy = token_logprobs(policy, batch, args.temperature)  # (S,), (S,)
@@ -1441,7 +1447,7 @@ def main() -> None:
                     sums |= {"entropy": entropy.sum(), "loss": loss.detach()}
                     stats.append({name: value * batch.weight for name, value in sums.items()})
                     loss_sum += stats[-1]["loss"]
-                norms.append(optimizer_step(optimizer, loss_sum, num_tokens, args.max_grad_norm))
+                norms.append(optimizer_step(optimizer, loss_sum, len(chunk), args.max_grad_norm))
             adapter = model_nvfp4.lora_state_dict(policy)
             average = averaged(average, adapter, step + 1, args.average)
             checksum = check_same_adapter(adapter, step + 1)

@@ -106,10 +106,10 @@ def gradient(policy, batch_of_groups, case, world=1, max_tokens=10_000, shared=T
     samples, advantages, masked = batch_of_groups
     case = dict(case)
     weights = case.pop("weights", None)
-    segments = make_segments(samples, advantages, max_tokens, masked)
+    segments = make_segments(samples, advantages, max_tokens, masked, keep_all="kl_coef" in case)
     if not shared:
         segments = [Segment(s.prompt_ids, [completion]) for s in segments for completion in s.completions]
-    num_tokens = sum(len(ids) for s in segments for ids, _, _ in s.completions)
+    num_tokens = sum(len(s.completion_ids) for s, left_out in zip(samples, masked) if not left_out)
     denominator = loss_denominator(case["loss"], num_tokens, len(samples), LONGEST)
     policy.zero_grad()
     for rows in balance(segments, world, max_tokens):
@@ -135,13 +135,15 @@ def gradient(policy, batch_of_groups, case, world=1, max_tokens=10_000, shared=T
 
 
 def padded_gradient(policy, batch_of_groups, case, extra_padding=0):
-    """The same step written down naively: all samples in one padded batch, dense attention, log_softmax over (N, T, V)."""
+    """The same step written down naively: all samples in one padded batch, dense attention, log_softmax over (N, T, V).
+
+    The token mean is over all samples that are not masked, as in TRL and verl: a group without spread has a loss of zero,
+    and with a KL term more than that.
+    """
     samples, advantages, masked = batch_of_groups
     case = dict(case)
     weights = case.pop("weights", None)
-    kept = [
-        i for i in range(len(samples)) if not masked[i] and advantages.flatten()[4 * (i // 4) : 4 * (i // 4) + 4].any()
-    ]
+    kept = [i for i in range(len(samples)) if not masked[i]]
     rows = [samples[i].prompt_ids + samples[i].completion_ids for i in kept]
     width = max(map(len, rows)) + extra_padding
     tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])  # (N, T)
