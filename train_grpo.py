@@ -696,12 +696,13 @@ def parity_probe(
 # The loss
 
 
-LOSSES = {  # name: (ratio per "token" or "sequence", average over "tokens" or a "constant", symmetric clip)
-    "dapo": ("token", "tokens", False),  # Yu et al. 2025: the upper clip is wider than the lower
-    "grpo": ("token", "tokens", True),  # Shao et al. 2024, with DAPO's token mean
+LOSSES = {  # name: (ratio per "token" or "sequence", mean over "trained" or all "sampled" tokens or a "constant", symmetric clip)
+    # Yu et al. 2025: the upper clip is wider than the lower; a group without spread is not in the batch, so nor are its tokens.
+    "dapo": ("token", "trained", False),
+    "grpo": ("token", "sampled", True),  # Shao et al. 2024, with a token mean
     "dr_grpo": ("token", "constant", True),  # Liu et al. 2025: no length in the denominator
-    "gspo": ("sequence", "tokens", False),  # Zheng et al. 2025: one ratio a completion, its tokens' geometric mean
-    "cispo": ("token", "tokens", False),  # MiniMax-M1 2025: the clipped ratio is a weight, no token loses its gradient
+    "gspo": ("sequence", "sampled", False),  # Zheng et al. 2025: one ratio a completion, its tokens' geometric mean
+    "cispo": ("token", "sampled", False),  # MiniMax-M1 2025: the clipped ratio is a weight, no token loses its gradient
 }
 GAP_BINS = torch.logspace(-6, 2, 161)  # twenty to a decade: a percentile is right to 6 %
 
@@ -739,7 +740,7 @@ def policy_loss(
     old_logprobs: torch.Tensor,  # (S,) the ratio's denominator: the sampler's, or the trainer's before the first update
     advantages: torch.Tensor,  # (S,)
     samples: torch.Tensor,  # (S,) completion of each token
-    denominator: float,  # sampled tokens of the whole step, or a constant (Dr. GRPO)
+    denominator: float,  # from loss_denominator, of the whole step
     *,
     loss: str = "dapo",
     clip_low: float = 0.2,
@@ -1166,9 +1167,11 @@ def averaged(
     return {name: average[name].lerp(tensor, 1 / min(updates, window)) for name, tensor in adapter.items()}
 
 
-def loss_denominator(loss: str, num_tokens: float, num_samples: float, completion_tokens: int) -> float:
-    """What every row's sum is divided by, the same on all ranks: tokens of all samples, or Dr. GRPO's constant N · longest."""
-    return float(num_samples * completion_tokens if LOSSES[loss][1] == "constant" else max(num_tokens, 1))
+def loss_denominator(loss: str, trained: int, sampled: int, num_samples: int, completion_tokens: int) -> float:
+    """What every row's sum is divided by, the same on all ranks: tokens that are `trained`, tokens of all that was `sampled` and
+    not masked (a group without spread has a loss of zero, which counts), or Dr. GRPO's constant N · longest."""
+    counts = {"trained": trained, "sampled": sampled, "constant": num_samples * completion_tokens}
+    return float(max(1, counts[LOSSES[loss][1]]))
 
 
 def build_optimizer(policy: nn.Module, lr: float) -> torch.optim.Optimizer:
@@ -1423,10 +1426,13 @@ def main() -> None:
             if args.refill:  # replaced groups stay out, also where the shaping has given them a spread
                 masked = [m or not live for m, live in zip(masked, has_spread(unshaped).expand(-1, G).flatten())]
             segments = make_segments(samples, advantages, args.max_tokens, masked, keep_all=args.kl_coef > 0)
-            # One denominator for all ranks, however rows are dealt out: a group without spread counts, with a loss of zero.
-            num_tokens = sum(len(s.completion_ids) for s, m in zip(samples, masked) if not m)
-            shares = num_tokens / args.minibatches, P * G / args.minibatches
-            denominator = loss_denominator(args.loss, *shares, args.completion_tokens)
+            trained = sum(
+                len(ids) for s in segments for ids, _, _ in s.completions
+            )  # of all ranks, as all that follows
+            sampled = sum(len(s.completion_ids) for s, m in zip(samples, masked) if not m)
+            denominator = (
+                loss_denominator(args.loss, trained, sampled, P * G, args.completion_tokens) / args.minibatches
+            )
             chunks = [segments[part :: args.minibatches] for part in range(args.minibatches)]
             batches = [[pack(row).to(device) for row in balance(c, world, args.max_tokens)[rank]] for c in chunks]
             annotate(policy, [batch for rows in batches for batch in rows], args.temperature, **extra_forwards)

@@ -109,8 +109,9 @@ def gradient(policy, batch_of_groups, case, world=1, max_tokens=10_000, shared=T
     segments = make_segments(samples, advantages, max_tokens, masked, keep_all="kl_coef" in case)
     if not shared:
         segments = [Segment(s.prompt_ids, [completion]) for s in segments for completion in s.completions]
-    num_tokens = sum(len(s.completion_ids) for s, left_out in zip(samples, masked) if not left_out)
-    denominator = loss_denominator(case["loss"], num_tokens, len(samples), LONGEST)
+    trained = sum(len(ids) for s in segments for ids, _, _ in s.completions)
+    sampled = sum(len(s.completion_ids) for s, left_out in zip(samples, masked) if not left_out)
+    denominator = loss_denominator(case["loss"], trained, sampled, len(samples), LONGEST)
     policy.zero_grad()
     for rows in balance(segments, world, max_tokens):
         for batch in map(pack, rows):
@@ -137,8 +138,8 @@ def gradient(policy, batch_of_groups, case, world=1, max_tokens=10_000, shared=T
 def padded_gradient(policy, batch_of_groups, case, extra_padding=0):
     """The same step written down naively: all samples in one padded batch, dense attention, log_softmax over (N, T, V).
 
-    The token mean is over all samples that are not masked, as in TRL and verl: a group without spread has a loss of zero,
-    and with a KL term more than that.
+    A token mean is over all samples that are not masked: a group without spread has a loss of zero, and with a KL term more
+    than that. DAPO's paper leaves such a group out.
     """
     samples, advantages, masked = batch_of_groups
     case = dict(case)
@@ -167,6 +168,8 @@ def padded_gradient(policy, batch_of_groups, case, extra_padding=0):
     which = torch.arange(len(kept)).repeat_interleave(lengths)  # (S,)
     denominator = 28 * LONGEST if case["loss"] == "dr_grpo" else len(logprobs)
     advantage = advantages.flatten()[kept][which]  # (S,)
+    if case == {"loss": "dapo"}:
+        denominator = (advantage != 0).sum().item()
     loss, _ = policy_loss(
         logprobs, old, advantage, which, denominator, weights=corrections, reference_logprobs=reference, **case
     )
@@ -291,7 +294,11 @@ def test_a_batch_in_which_all_is_masked_has_no_loss_no_gradient_and_no_step(fold
             batch = pack(rows[0])
             logprobs, _ = token_logprobs(policy, batch, TEMPERATURE)
             loss, _ = policy_loss(
-                logprobs, batch.old_logprobs, batch.advantages, batch.samples, loss_denominator("dapo", 0, 28, LONGEST)
+                logprobs,
+                batch.old_logprobs,
+                batch.advantages,
+                batch.samples,
+                loss_denominator("dapo", 0, 0, 28, LONGEST),
             )
             (loss * batch.weight).backward()
             total += loss.detach() * batch.weight

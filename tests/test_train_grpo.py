@@ -272,9 +272,10 @@ def test_clip_fractions_are_of_the_raw_ratios():
 
 
 def test_denominators():
-    assert loss_denominator("dapo", 7, 3, 40) == 7
-    assert loss_denominator("dr_grpo", 7, 3, 40) == 120
-    assert loss_denominator("dapo", 0, 3, 40) == 1  # nothing to train: 0 / 1, not 0 / 0
+    """DAPO's constraint leaves groups without spread out of its batch; GRPO, GSPO and CISPO divide by all they sampled."""
+    expected = {"dapo": 7, "grpo": 19, "gspo": 19, "cispo": 19, "dr_grpo": 120}
+    assert {loss: loss_denominator(loss, 7, 19, 3, 40) for loss in LOSSES} == expected
+    assert loss_denominator("dapo", 0, 19, 3, 40) == 1  # nothing to train: 0 / 1, not 0 / 0
 
 
 def test_gap_counts_nats_and_kl_is_k3():
