@@ -131,8 +131,6 @@ def read_problems(
             f"{name} is no benchmark ({', '.join(BENCHMARKS)}), no JSONL file and no Hub name OWNER/DATASET."
         )
 
-    if rows and tokens_key and not any(tokens_key in row for _, row in rows):
-        raise UserError(f"{name} has no row with {tokens_key!r} (see --tokens-key).")
     problems: list[Problem] = []
     for number, (place, row) in enumerate(rows, 1):
         for key in (prompt_key, answer_key):
@@ -148,6 +146,8 @@ def read_problems(
         problems.append(Problem(problem_id(name, row, number), text, answer, max_tokens=limit))
     if not problems:
         raise UserError(f"{name} holds no problem.")
+    if tokens_key and not any(tokens_key in row for _, row in rows):
+        raise UserError(f"{name} has no row with {tokens_key!r} (see --tokens-key).")
     twice = [id for id, count in Counter(problem.id for problem in problems).items() if count > 1]
     if twice:
         raise UserError(f"{name} has {len(twice)} ids that occur more than once, the first is {twice[0]!r}.")

@@ -109,9 +109,9 @@ def generate(engine, prompts, seeds, *, max_tokens, **_):
     strike("generate")
     rank, world, parts = dist.get_rank(), dist.get_world_size(), [None] * dist.get_world_size()
     mine = []
-    for prompt, seed in list(zip(prompts, seeds))[rank::world]:
+    for prompt, seed, most in list(zip(prompts, seeds, max_tokens))[rank::world]:
         draw = random.Random(f"{{seed}} {{now['crc']}}")
-        ids = [draw.randrange(3, 100) for _ in range(draw.randrange(1, max_tokens + 1))]
+        ids = [draw.randrange(3, 100) for _ in range(draw.randrange(1, most + 1))]
         mine.append(Sample(prompt, ids, [-4.6] * len(ids), str(ids), "stop", seed))
     dist.all_gather_object(parts, mine)
     return [parts[index % world][index // world] for index in range(len(prompts))]
