@@ -622,6 +622,7 @@ def prepare_cpu() -> None:
     from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.platforms import PlatformEnum
     from vllm.v1.sample import sampler
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
@@ -692,6 +693,8 @@ def prepare_cpu() -> None:
     PunicaWrapperCPU.add_lora_logits = add_lora_logits
     TopKTopPSampler.forward_cpu = sample_tokens
     LogitsProcessor._apply_head = apply_head
+    # Else the head of a ModelOpt checkpoint is packed and its weight, which `apply_head` wants, thrown away.
+    ParallelLMHead._cpu_skip_gemm_dispatch = True
     # The rank of each sampled token, in two passes over (N, V); nobody reads it.
     sampler.batched_count_greater_than = lambda x, values: torch.zeros(len(x), dtype=torch.int64)  # (N,)
     serve_experts()
