@@ -624,6 +624,13 @@ def has_experts(folder: str | Path) -> bool:
     return any(re.search(r"\.experts\.\d+\.", name) for name in read_headers(Path(folder)))
 
 
+def head_is_packed(folder: str | Path) -> bool:
+    """Whether the LM head is stored as more than a weight and a bias, in whatever format; reads headers of safetensors only."""
+    names = read_headers(Path(folder)) if any(Path(folder).glob("*.safetensors")) else {}
+    parts = (name.rpartition(".") for name in names)
+    return any(module.endswith("lm_head") and leaf not in ("weight", "bias") for module, _, leaf in parts)
+
+
 def read_json(folder: Path, name: str) -> dict:
     file = folder / name
     return json.loads(file.read_text()) if file.is_file() else {}

@@ -42,7 +42,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from model_nvfp4 import UserError, decode, fp32_linear, read_headers, read_json
+from model_nvfp4 import UserError, decode, fp32_linear, head_is_packed, read_json
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported, which any library may do first
 # It warns (of a triton that it will not use on a CPU) before it has looked at that.
@@ -145,9 +145,8 @@ def build_engine(
         arguments |= {"block_size": 32, "enforce_eager": True, "dtype": "bfloat16", "ir_op_priority": norms}
         # A seeded request whose prompt is cut in two ends in "CPU Generator does not use offset" (gpu_model_runner.py).
         arguments["enable_chunked_prefill"] = False
-    overrides = (
-        {} if head_is_packed(model_dir) else {"head_dtype": "float32"}
-    )  # logits in fp32, as the trainer has them
+    # Logits in fp32, as the trainer has them; of a quantised head vLLM has none.
+    overrides = {} if head_is_packed(model_dir) else {"head_dtype": "float32"}
     arguments |= engine_args or {}
     arguments["hf_overrides"] = overrides | arguments.get("hf_overrides", {})
 
@@ -187,13 +186,6 @@ def check_architecture(model_dir: str | Path) -> None:
             f"{model_dir} is a {architecture}, for which {' and '.join(missing)} {'has' if len(missing) == 1 else 'have'} no "
             f"class; install versions that have one (launch.sh names them beside the recipe of such a model)."
         )
-
-
-def head_is_packed(model_dir: str | Path) -> bool:
-    """Whether the LM head is quantised; for such a one vLLM has no fp32 logits. Reads headers only."""
-    return any(
-        name.endswith(("lm_head.weight_scale", "lm_head.weight_scale_inv")) for name in read_headers(Path(model_dir))
-    )
 
 
 def check_sleep(sleep: str, weight_bytes: int, tp: int, root: Path = Path("/")) -> None:

@@ -1401,7 +1401,7 @@ def main() -> None:
         # A collective that is stuck raises after --timeout; this is for an engine that is stuck by itself.
         faulthandler.dump_traceback_later(2 * 60 * args.timeout, exit=True)
         seconds, saving = saving, {}  # the time of log and checkpoint counts with the next line of the log
-        problems, samples, verdicts, values, limits, missing = [], [], [], [], [], P
+        problems, samples, verdicts, values, missing = [], [], [], [], P
         with report.timed(seconds, "generate"), awake(engine):  # vLLM owns the GPU inside this block
             with report.timed(seconds, "push"):
                 push(adapter, step)  # the policy that we are about to improve
@@ -1414,11 +1414,12 @@ def main() -> None:
                 with report.timed(seconds, "score"):
                     judged, paid = score_together(said, [p.answer for p, _ in draws], own_reward)
                 problems, samples = problems + asked, samples + said  # P groups, and those that --refill asks for
-                verdicts, values, limits = verdicts + judged, values + paid, limits + most
+                verdicts, values = verdicts + judged, values + paid
                 unshaped = torch.tensor(values).view(-1, G)  # (groups, G)
                 missing = P - int(has_spread(unshaped).sum())
                 if not missing:
                     break
+        limits = [room[p.problem] for p in problems for _ in range(G)]  # N, tokens
         shaped, masked = shape_rewards(samples, values, limits=limits, **shaping)  # N, N
         rewards = torch.tensor(shaped).view(-1, G)  # (groups, G)
         with report.timed(seconds, "train"):
@@ -1426,13 +1427,11 @@ def main() -> None:
             if args.refill:  # replaced groups stay out, also where the shaping has given them a spread
                 masked = [m or not live for m, live in zip(masked, has_spread(unshaped).expand(-1, G).flatten())]
             segments = make_segments(samples, advantages, args.max_tokens, masked, keep_all=args.kl_coef > 0)
-            trained = sum(
-                len(ids) for s in segments for ids, _, _ in s.completions
-            )  # of all ranks, as all that follows
+            # Counted over all ranks: one denominator, however rows are dealt out.
+            trained = sum(len(ids) for s in segments for ids, _, _ in s.completions)
             sampled = sum(len(s.completion_ids) for s, m in zip(samples, masked) if not m)
-            denominator = (
-                loss_denominator(args.loss, trained, sampled, P * G, args.completion_tokens) / args.minibatches
-            )
+            denominator = loss_denominator(args.loss, trained, sampled, P * G, args.completion_tokens)
+            denominator /= args.minibatches
             chunks = [segments[part :: args.minibatches] for part in range(args.minibatches)]
             batches = [[pack(row).to(device) for row in balance(c, world, args.max_tokens)[rank]] for c in chunks]
             annotate(policy, [batch for rows in batches for batch in rows], args.temperature, **extra_forwards)

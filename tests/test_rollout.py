@@ -51,11 +51,12 @@ def test_limits_of_their_own_count_in_the_order():
 
 
 @pytest.mark.parametrize(
-    "stored", ["lm_head.weight", "lm_head.weight_scale", "language_model.lm_head.weight_scale_inv"]
+    "stored", ["lm_head.weight", "lm_head.weight_scale", "language_model.lm_head.weight_scale_inv", "lm_head.qweight"]
 )
-def test_a_quantised_head_is_seen_by_its_scale(tmp_path, stored):
+def test_a_quantised_head_is_seen_by_what_stores_it(tmp_path, stored):
+    assert not rollout.head_is_packed(tmp_path)  # weights in another kind of file
     save_file({"model.norm.weight": torch.ones(2), stored: torch.ones(2)}, tmp_path / "model.safetensors")
-    assert rollout.head_is_packed(tmp_path) == ("scale" in stored)
+    assert rollout.head_is_packed(tmp_path) == (stored != "lm_head.weight")
 
 
 @pytest.mark.parametrize("indices", [[0, 0, 0, 0, 0], [0, -1, 0, -1, -1]])
