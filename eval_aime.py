@@ -124,11 +124,12 @@ def read_problems(
         ]
     elif Path(name).suffix in (".jsonl", ".json") or Path(name).is_file():
         rows = read_rows(Path(name))
-    elif re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        rows = hub_rows(name, None, split or "train", None)
+    elif re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", name):
+        dataset, _, config = name.partition(":")
+        rows = hub_rows(dataset, config or None, split or "train", None)
     else:
         raise UserError(
-            f"{name} is no benchmark ({', '.join(BENCHMARKS)}), no JSONL file and no Hub name OWNER/DATASET."
+            f"{name} is no benchmark ({', '.join(BENCHMARKS)}), no JSONL file and no Hub name OWNER/DATASET[:CONFIG]."
         )
 
     problems: list[Problem] = []
@@ -136,6 +137,8 @@ def read_problems(
         for key in (prompt_key, answer_key):
             if key not in row:
                 raise UserError(f"{place} has no key {key!r}, only {', '.join(row)} (see --prompt-key, --answer-key).")
+            if not isinstance(row[key], str | int | float | None):  # of a chat or a list the repr would be trained on
+                raise UserError(f"{place} has a {type(row[key]).__name__} as {key!r}; a text or a number is wanted.")
         text, answer = ("" if row[key] is None else str(row[key]).strip() for key in (prompt_key, answer_key))
         answer = answer.rpartition("####")[2].strip()  # GSM8K writes its solution before the answer
         if not text or not answer:
@@ -471,17 +474,19 @@ def digest_of(data: bytes) -> str:
 def resume(samples_path: Path, settings: dict[str, Any]) -> tuple[list[dict[str, Any]], str | None]:
     """(records already drawn, why they cannot be used or None); puts the settings beside the samples.
 
-    `k` may differ: seeds do not depend on it, so a run with a larger k goes on from a smaller one.
+    `k` may differ: seeds do not depend on it, so a run with a larger k goes on from a smaller one. A run that failed before
+    its first sample binds nobody.
     """
     settings_path = samples_path.with_suffix(".settings.json")
     samples_path.parent.mkdir(parents=True, exist_ok=True)
-    before = json.loads(settings_path.read_text()) if settings_path.exists() else settings
+    records = merge_parts(samples_path)
+    before = json.loads(settings_path.read_text()) if records and settings_path.exists() else settings
     differ = [key for key in settings.keys() | before.keys() if key != "k" and settings.get(key) != before.get(key)]
     if differ:
         changes = "; ".join(f"{key}: {before.get(key)!r}, now {settings.get(key)!r}" for key in sorted(differ))
         return [], f"{samples_path.parent} holds samples drawn with other settings ({changes}); choose another --out."
     replace_text(settings_path, json.dumps(settings, indent=1))
-    return [{key: record[key] for key in record if key != "text"} for record in merge_parts(samples_path)], None
+    return [{key: record[key] for key in record if key != "text"} for record in records], None
 
 
 def merge_parts(samples_path: Path) -> list[dict[str, Any]]:
@@ -503,7 +508,18 @@ def read_samples(path: str | Path) -> list[dict[str, Any]]:
     """Records of a samples file. A last line without its newline was cut off by a kill, even inside a letter: dropped."""
     if not Path(path).is_file():
         raise UserError(f"There is no file {path}.")
-    return [json.loads(line) for line in Path(path).read_bytes().split(b"\n")[:-1]]
+    records = []
+    for number, line in enumerate(Path(path).read_bytes().split(b"\n")[:-1], 1):
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{path} line {number} is not JSON ({error}).") from None
+        if not {"problem", "sample", "correct"} <= set(record):
+            raise UserError(
+                f"{path} line {number} is no sample of an evaluation (runs/eval-…/samples.jsonl of eval_aime.py)."
+            )
+        records.append(record)
+    return records
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -691,7 +707,7 @@ def check_adapter(adapter: Path, model: Path) -> int:
             raise UserError(f"--adapter {adapter} is no PEFT folder: it has no {path.name}.")
     config = json.loads((adapter / "adapter_config.json").read_text())
     base_name, rank = config.get("base_model_name_or_path"), config["r"]
-    if base_name and Path(base_name).name != model.resolve().name:
+    if base_name and Path(base_name).resolve().name != model.resolve().name:  # either may be a link
         raise UserError(
             f"--adapter {adapter} was trained on {base_name}, not on {model} (if that is the same model under another "
             "name, correct base_model_name_or_path in its adapter_config.json)."
@@ -761,6 +777,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
     add = parser.add_argument_group("output").add_argument
     add("--out", type=Path, help="folder for samples and report, resumed if unfinished; default runs/eval-…")
+    add("--dry-run", action="store_true", help="check flags, model, adapter and problems, and stop")
     add("--compare", type=Path, nargs=2, metavar=("A", "B"), help="two samples.jsonl: is B better than A?")
 
     args = parser.parse_args(argv)
@@ -775,9 +792,12 @@ def run(args: argparse.Namespace) -> None:
     """Check everything, then load, sample, report. Collective."""
     if args.model is None:
         raise UserError("--model is missing (only --compare A B needs none).")
-    for flag in ("k", "tp"):
-        if getattr(args, flag) < 1:
-            raise UserError(f"--{flag} {getattr(args, flag)} must be at least 1.")
+    for flag, least in {"k": 1, "tp": 1, "seed": 0, "temperature": 0}.items():
+        if not least <= getattr(args, flag) < math.inf:
+            raise UserError(f"--{flag} {getattr(args, flag)} must be at least {least}.")
+    for flag in ("top_p", "gpu_memory_utilization"):
+        if not 0 < getattr(args, flag) <= 1:
+            raise UserError(f"--{flag.replace('_', '-')} {getattr(args, flag)} must be above 0 and at most 1.")
     context = check_model(args.model)
     lora_rank = check_adapter(args.adapter, args.model) if args.adapter else 0
     problems = read_problems(
@@ -798,13 +818,18 @@ def run(args: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     conversations = [conversation(problem, args.prompt_template) for problem in problems]
     longest = max(map(len, rollout.encode_prompts(tokenizer, conversations, args.chat_template_kwargs)))
-    max_tokens = args.max_tokens or min(32768, context - longest)
+    max_tokens = min(32768, context - longest) if args.max_tokens is None else args.max_tokens
     if max_tokens < 1 or longest + max_tokens > context:
         raise UserError(
             f"--max-tokens {max_tokens} does not fit: the longest prompt has {longest} tokens and the context of "
             f"{args.model} is {context}, which leaves {context - longest}."
         )
 
+    if args.dry_run:
+        print(
+            f"{args.model} on {args.benchmark}: {len(problems)} problems × {args.k} samples of at most {max_tokens} tokens"
+        )
+        return
     alone = {"max_num_seqs": 1, "enable_prefix_caching": False} if args.exact else {}
     engine_args = alone | args.engine_args
     if "RANK" in os.environ:  # started by torchrun

@@ -266,6 +266,8 @@ test)
   ;;
 eval)
   prepare_smoke_model
+  if [[ " ${WORDS[*]-} " =~ " --"(help|compare|dry-run)" " ]]; then exec .venv/bin/python eval_aime.py "${WORDS[@]}"; fi
+  .venv/bin/python eval_aime.py "${WORDS[@]+"${WORDS[@]}"}" --dry-run >/dev/null # as below: one sentence and exit code 2
   exec "${TORCHRUN[@]}" eval_aime.py "${WORDS[@]+"${WORDS[@]}"}"
   ;;
 esac

@@ -39,7 +39,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -885,6 +885,20 @@ def decoder_linears(model) -> dict[str, nn.Linear]:
     return {n: m for n, m in modules.items() if isinstance(m, nn.Linear) and id(m) in decoder and not is_router(n)}
 
 
+def lora_leaves(linears: Iterable[str], lora_targets: str) -> set[str]:
+    """Last names of the modules that get LoRA, of the `linears` of a model; UserError when it has none of a name."""
+    known = {name.rpartition(".")[2] for name in linears} - {"kv_b_proj"}
+    wanted = known if lora_targets == "all-linear" else set(lora_targets.split(","))
+    unknown = sorted(wanted - known)
+    require(not unknown, f"--lora-targets {', '.join(unknown)}: this model has {', '.join(sorted(known))}")
+    return wanted
+
+
+def check_lora_targets(model_dir: str | Path, lora_targets: str) -> None:
+    """UserError, before anything is loaded, when the model has no module of such a name."""
+    lora_leaves(decoder_linears(empty_model(read_config(Path(model_dir)))), lora_targets)
+
+
 def expert_parameters(model) -> dict[str, tuple[nn.Module, str]]:
     """{name: (module, leaf)} of the stacked expert weights (E, N, K), packed or not."""
     modules = {n: m for n, m in model.named_modules() if getattr(m, "is_transposed", None) is False}
@@ -921,9 +935,7 @@ def build_model(
 
     leaf = lambda name: name.rpartition(".")[2]  # noqa: E731
     linears = [name for name in decoder_linears(model) if leaf(name) != "kv_b_proj"]
-    wanted = {leaf(name) for name in linears} if lora_targets == "all-linear" else set(lora_targets.split(","))
-    unknown, known = wanted - {leaf(name) for name in linears}, ", ".join(sorted({leaf(name) for name in linears}))
-    require(not unknown, f"--lora-targets {', '.join(sorted(unknown))}: this model has {known}")
+    wanted = lora_leaves(linears, lora_targets)
     trained = {name for name in linears if leaf(name) in wanted}
     others = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name not in trained]
     config = LoraConfig(

@@ -89,15 +89,11 @@ def open_run(args: argparse.Namespace) -> tuple[Path, Path | None]:
     restarted = bool(saved) and (known or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
     if args.resume not in ("auto", "never"):
         checkpoint = Path(args.resume)
-        if restarted:
-            return run_dir, latest_checkpoint(run_dir) or checkpoint
-        if not (checkpoint / "state.json").exists():
-            raise UserError(
-                f"--resume {checkpoint} is no checkpoint: it has no state.json (expected runs/NAME/checkpoint/step-…)."
-            )
-        if config_path.exists():
-            raise UserError(f"{run_dir} exists; --resume PATH starts a new run, so give it another --run-name.")
-        return run_dir, checkpoint
+        if not restarted:
+            check_start(args, checkpoint)
+            if config_path.exists():
+                raise UserError(f"{run_dir} exists; --resume PATH starts a new run, so give it another --run-name.")
+            return run_dir, checkpoint
     if not saved:
         return run_dir, None
     if args.resume == "never" and not restarted:
@@ -109,7 +105,23 @@ def open_run(args: argparse.Namespace) -> tuple[Path, Path | None]:
     if differing:
         told = ", ".join(f"--{k.replace('_', '-')} {then.get(k)} then, {now.get(k)} now" for k in differing)
         raise UserError(f"{run_dir} was made with other flags ({told}); use those or another --run-name.")
-    return run_dir, latest_checkpoint(run_dir)
+    start = None if args.resume in ("auto", "never") else Path(args.resume)
+    return run_dir, latest_checkpoint(run_dir) or start
+
+
+def check_start(args: argparse.Namespace, checkpoint: Path) -> None:
+    """UserError when `--resume PATH` is no checkpoint, or its adapter would count otherwise here than where it was trained."""
+    for name in ("state.json", "adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors"):
+        if not (checkpoint / name).exists():
+            raise UserError(
+                f"--resume {checkpoint} is no checkpoint: it has no {name} (expected runs/NAME/checkpoint/step-…)."
+            )
+    adapter = json.loads((checkpoint / "adapter_config.json").read_text())
+    for flag, there in (("lora_rank", adapter["r"]), ("lora_alpha", adapter["lora_alpha"])):
+        if there != vars(args)[flag]:
+            raise UserError(
+                f"{checkpoint} was trained with --{flag.replace('_', '-')} {there}; use that, not {vars(args)[flag]}."
+            )
 
 
 def lock_run(run_dir: Path, patience: float = 0.0) -> Any:

@@ -76,6 +76,9 @@ def arithmetic_problems(seed: int, num_train: int = 4096, num_heldout: int = 64)
         "-": [(a, b, a - b) for a in range(1, 21) for b in range(1, a + 1)],
         "*": [(a, b, a * b) for a in range(2, 10) for b in range(2, 10) if (a, b) != (7, 4)],
     }
+    most = 3 * min(map(len, pools.values())) - 1
+    if num_heldout > most:
+        raise UserError(f"--heldout {num_heldout}: arithmetic has too few products for more than {most}.")
     rng = random.Random(f"arithmetic {seed}")
 
     def problem(name: str, operation: str, a: int, b: int, answer: int) -> Problem:
@@ -106,6 +109,18 @@ def next_problems(problems: list[Problem], step: int, num_prompts: int, seed: in
         order = np.random.default_rng([seed, epoch]).permutation(len(problems))  # (problems,)
         chosen.append(problems[order[offset]])
     return chosen
+
+
+def number_samples(problems: list[Problem], group_size: int, drawn: Counter[str]) -> list[tuple[Problem, int]]:
+    """(problem, which of its samples in this step) for each sample to draw; `drawn` counts them by problem over the step.
+
+    The number goes into the seed: a problem that comes twice in a step, from a small dataset or by refill, is sampled anew.
+    """
+    draws = []
+    for problem in problems:
+        draws += [(problem, drawn[problem.id] + member) for member in range(group_size)]
+        drawn[problem.id] += group_size
+    return draws
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -237,7 +252,7 @@ def make_segments(
     A group without spread (all advantages zero) is left out, since it has no gradient (with a KL term it has one: `keep_all`),
     and so is each completion with `masked` true. The prompt is computed once for its completions; a group too long for one
     segment is cut into several that repeat the prompt. A single completion may exceed `max_tokens`: it gets a segment of its
-    own.
+    own; so does each with `max_tokens` 0.
     """
     num_prompts, group_size = advantages.shape
     assert len(samples) == num_prompts * group_size, f"{len(samples)} samples for {num_prompts} groups of {group_size}"
@@ -266,11 +281,11 @@ def balance(segments: list[Segment], world: int, max_tokens: int) -> list[list[l
     `pack` finds what they share.
 
     Longest first into the emptiest row (LPT), with the smallest number of rows in which none exceeds `max_tokens` (or holds
-    more than one segment). Deterministic, so every rank computes the whole assignment and no collective is needed.
+    more than one segment; with 0 none does). Deterministic, so every rank computes the whole assignment without a collective.
     """
     ordered = sorted(segments, key=lambda segment: -segment.num_tokens)
     total = sum(segment.num_tokens for segment in ordered)
-    per_rank = max(1, min(math.ceil(total / (world * max_tokens)), math.ceil(len(ordered) / world)))
+    per_rank = max(1, min(math.ceil(total / (world * max(max_tokens, 1))), math.ceil(len(ordered) / world)))
     while True:
         rows: list[list[Segment]] = [[] for _ in range(world * per_rank)]
         sizes = [0] * len(rows)
@@ -551,6 +566,20 @@ class TokenLogprobs(torch.autograd.Function):
         return (grad_logprobs[:, None] * gradient.float()).to(gradient.dtype), None, None, None, None, None, None
 
 
+def has_state(model: nn.Module) -> bool:
+    """Does a layer carry something along the row besides attention: Mamba, linear attention, a short convolution?
+
+    Such a layer is told nothing by `Batch.layout` (transformers drops any 4-D mask for it, `create_recurrent_attention_mask`)
+    and would carry one sample into the next, so each sample gets a row of its own. Told by what transformers says of the
+    class, by what its file calls, or by the kinds of layer in its config.
+    """
+    classes = {type(module) for module in model.modules()}
+    calls = any(hasattr(sys.modules[c.__module__], "create_recurrent_attention_mask") for c in classes)
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
+    known = {"full_attention", "sliding_attention"}
+    return calls or bool(set(kinds) - known) or any(getattr(c, "_is_stateful", False) for c in classes)
+
+
 class Policy(nn.Module):
     """The FSDP root: what gets called is the root, so that gathers and gradient reductions really happen."""
 
@@ -558,6 +587,7 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.replays = model_nvfp4.replay_routers(model.get_base_model()) if replay_experts else {}
+        self.sample_a_row = has_state(model.get_base_model())
 
     def forward(
         self,
@@ -671,13 +701,15 @@ def parity_probe(
                 push(perturbed)
                 seeds = list(range(len(prompts)))
                 samples = generate(engine, prompts, seeds, max_tokens=max_tokens, temperature=1.0, use_adapter=True)
-            batch = pack([Segment(s.prompt_ids, [(s.completion_ids, s.logprobs, 1.0)]) for s in samples]).to(device)
-            gaps = []
+            segments = [Segment(s.prompt_ids, [(s.completion_ids, s.logprobs, 1.0)]) for s in samples]
+            rows = [[segment] for segment in segments] if policy.sample_a_row else [segments]
+            batches, gaps = [pack(row).to(device) for row in rows], []
             for tensors in (perturbed, adapter):
                 model_nvfp4.load_lora_state_dict(policy, tensors)
                 with torch.no_grad():
-                    logprobs, _ = token_logprobs(policy, batch, 1.0)  # (S,)
-                gaps.append(gap_stats(logprobs, batch.sampler_logprobs)["gap"].item() / len(logprobs))
+                    logprobs = torch.cat([token_logprobs(policy, batch, 1.0)[0] for batch in batches])  # (S,)
+                sampler_logprobs = torch.cat([batch.sampler_logprobs for batch in batches])  # (S,)
+                gaps.append(gap_stats(logprobs, sampler_logprobs)["gap"].item() / len(logprobs))
             shared = torch.tensor(gaps)  # (2,)
             dist.all_reduce(shared, op=dist.ReduceOp.MAX)  # a rounding must not send the ranks different ways
             results[kind] = used, without = shared.tolist()
@@ -787,6 +819,7 @@ def policy_loss(
 
 def gap_stats(trainer_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
     """How far trainer and engine are apart on (S,) sampled tokens: sums of |Δlogp| and of k3 = KL(sampler ‖ trainer).
+    Of the first of several --minibatches alone: after an optimizer step the two are no longer the same policy.
 
     A token that one of them has no finite number for is no gap; those of the sampler are counted, for `check_step`.
     """
@@ -795,6 +828,7 @@ def gap_stats(trainer_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor) ->
     bins = torch.bucketize(gap.float().cpu(), GAP_BINS)  # (S,)
     return {
         "gap": gap.sum(),
+        "gap_tokens": gap.new_tensor(len(gap)),
         "unknown": (~torch.isfinite(sampler_logprobs)).sum(),
         "gap_max": gap.max(),
         "kl": (difference.exp() - 1 - difference).sum(),
@@ -981,7 +1015,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("rollouts").add_argument
     add("--prompts", type=int, default=16, help="prompts a step, over all ranks; more is steadier and slower")
     add("--group-size", type=int, default=8, help="samples per prompt; more gives hard problems a chance")
-    add("--completion-tokens", type=int, default=40, help="longest completion; longer ones are cut (and wrong)")
+    add("--completion-tokens", type=int, default=40, help="longest completion; longer ones are cut (see --truncated)")
     add("--temperature", type=float, default=1.0, help="of sampling and of training; below 1 explores less")
     add("--tp", type=int, default=1, help="consecutive ranks that share one engine; for models too big for one GPU")
     add("--sleep", choices=["level1", "kv", "off"], default="level1",
@@ -1005,10 +1039,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--clip-low", type=float, default=0.2, help="how far a ratio may fall before its gradient stops")
     add("--clip-high", type=float, default=0.28, help="how far it may rise; wider keeps entropy up (DAPO)")
     add("--dual-clip", type=float, help="bound on the loss of bad samples, such as 3 (off)")
-    add("--truncated", choices=["score", "zero", "mask"], default="score", help="what a cut completion earns")
+    add("--truncated", choices=["score", "zero", "mask"], default="score",
+        help="what a cut completion earns; score: its answer, if it came to one (held-out: counted as wrong)")
     add("--overlong-buffer", type=int, default=0, help="DAPO: penalise the last tokens before the limit (off)")
     add("--format-bonus", type=float, default=0.0, help="paid for any readable box; invites boxing guesses")
-    add("--reward", help="path.py:function(completion, reference) -> float instead of reward.py")
+    add("--reward",
+        help="path.py:function(completion, reference) -> float instead of reward.py, which still judges held-out problems")
     add("--kl-coef", type=float, default=0.0, help="pull towards the base; costs one more forward")
     add("--old-logprobs", choices=["sampler", "trainer"], default="sampler",
         help="the ratio's denominator; trainer costs a forward, for several --minibatches or an engine far off")
@@ -1050,17 +1086,31 @@ def check_flags(args: argparse.Namespace, world: int) -> None:
     least = dict.fromkeys(("prompts", "completion_tokens", "max_tokens", "steps", "lora_rank", "save_every"), 1)
     least |= dict.fromkeys(("heldout_samples", "tp", "minibatches", "average", "print_every"), 1)
     least |= dict.fromkeys(("keep", "heldout", "warmup", "kl_coef", "refill", "eval_every", "overlong_buffer"), 0)
+    least |= dict.fromkeys(("seed", "clip_low", "clip_high", "format_bonus"), 0) | {"lora_alpha": 1}
+    least |= {"eval_tokens": 1} if args.eval_tokens is not None else {}
+    least |= {"eval_temperature": 0} if args.eval_temperature is not None else {}
     for flag, bound in least.items():
-        if getattr(args, flag) < bound:
+        if not bound <= getattr(args, flag) < math.inf:  # NaN neither
             raise UserError(f"--{flag.replace('_', '-')} {getattr(args, flag)} must be at least {bound}.")
+    above_zero = {"lr": math.inf, "max_grad_norm": math.inf, "timeout": math.inf, "max_logprob_gap": math.inf}
+    for flag, bound in (above_zero | {"eval_top_p": 1, "gpu_memory_utilization": 1}).items():
+        if not 0 < getattr(args, flag) <= bound:
+            raise UserError(
+                f"--{flag.replace('_', '-')} {getattr(args, flag)} must be above 0{' and at most 1' * (bound == 1)}."
+            )
     replicas, largest = max(1, world // args.tp), max(rollout.LORA_RANKS)
     below, above = args.prompts // replicas * replicas, -(-args.prompts // replicas) * replicas
     nearest = f"{below} or {above}" if below else f"{above}"
     # fmt: off
     for wrong, sentence in [
         (args.group_size < 2, f"--group-size {args.group_size}: GRPO compares the samples of a group; use 2 or more (8 is usual)."),
-        (args.temperature <= 0,
+        (not 0 < args.temperature < math.inf,
          f"--temperature {args.temperature}: all samples of a group would be equal; use a value above 0, such as 1."),
+        (args.dual_clip is not None and not args.dual_clip > 1,
+         f"--dual-clip {args.dual_clip} must be above 1, such as 3: it bounds what a ratio of more than that adds to the loss."),
+        (not isinstance(args.engine_args, dict) or not isinstance(args.chat_template_kwargs, dict),
+         "--engine-args and --chat-template-kwargs want a JSON object, such as '{\"enable_thinking\": false}'."),
+        (args.stop and not all(args.stop), "--stop has an empty string, which would end each completion at once."),
         (args.lora_rank > largest, f"--lora-rank {args.lora_rank} is above the largest that vLLM serves, {largest}."),
         (args.lora_experts and not model_nvfp4.has_experts(args.model),
          f"--lora-experts: {args.model} has no routed experts in NVFP4; leave the flag out."),
@@ -1242,7 +1292,7 @@ def step_metrics(
     mixed, best = has_spread(values)[:, 0], values.amax(1)  # (P,), (P,)
     lengths = [len(s.completion_ids) for s in samples]
     t = {name: total.item() for name, total in totals.items() if name != "gap_histogram"}
-    means = ("gap", "unknown", "kl", "reference_kl", "entropy", "clip_low", "clip_high")
+    means, gaps = ("reference_kl", "entropy", "clip_low", "clip_high"), ("gap", "unknown", "kl")
     # fmt: off
     return {
         "step": step, "reward": rewards.mean().item(), "reward_std": rewards.std().item(),
@@ -1252,11 +1302,12 @@ def step_metrics(
         "groups_asked": asked,
         "completion_tokens": float(np.mean(lengths)), "completion_tokens_max": max(lengths),
         "truncated": float(np.mean([s.finish_reason == "length" for s in samples])),
-        "sampled_tokens": sum(lengths), "trained_tokens": int(t["tokens"]), "loss": t["loss"],
+        "sampled_tokens": sum(lengths), "trained_tokens": int(t["tokens"]), "loss": t["loss"] / len(norms),
+        **{name: t[name] / max(t["gap_tokens"], 1) for name in gaps},
         **{name: t[name] / max(t["tokens"], 1) for name in means},
         "gap_p99": percentile(totals["gap_histogram"], 0.99), "gap_max": t["gap_max"], "ratio_max": t["ratio_max"],
         **({"experts_alike": t["experts_alike"] / t["experts_known"]} if t["experts_known"] else {}),
-        "grad_norm": norms[-1], "skipped": sum(not math.isfinite(norm) for norm in norms),
+        "grad_norm": float(np.mean(norms)), "skipped": sum(not math.isfinite(norm) for norm in norms),
     }
     # fmt: on
 
@@ -1275,10 +1326,15 @@ def main() -> None:
     check_flags(args, world)
     rollout.check_architecture(args.model)
     summary = model_nvfp4.check_checkpoint(args.model)
+    model_nvfp4.check_lora_targets(args.model, args.lora_targets)
     if device.type == "cuda":
         rollout.check_sleep(args.sleep, summary["weight_bytes"], args.tp)
     run_dir, checkpoint = report.open_run(args)
     start_step = json.loads((checkpoint / "state.json").read_text())["step"] if checkpoint else 0
+    if start_step > args.steps:
+        raise UserError(
+            f"{checkpoint} is after step {start_step}, more than --steps {args.steps}; --steps counts from the start."
+        )
     train, heldout = read_data(args)
     check_references([*train, *heldout], args.reward)
     own_reward = load_own_reward(args.reward) if args.reward else None
@@ -1327,6 +1383,11 @@ def main() -> None:
     targets = {"lora_targets": args.lora_targets, "lora_experts": args.lora_experts}
     model = model_nvfp4.build_model(args.model, **lora, **targets, attn_implementation="grouped")
     policy = Policy(model, args.replay_experts)
+    row_tokens = 0 if policy.sample_a_row else args.max_tokens
+    if policy.sample_a_row:
+        say(
+            "a state runs along the row in layers of this model: each sample is a row of its own, and no prompt is shared"
+        )
     model_nvfp4.shard(policy, activation_checkpointing=args.activation_checkpointing)
     model_nvfp4.load_weights(policy, args.model, seed=args.seed)
     policy.eval()  # no dropout: the ratio compares two forwards of the same network
@@ -1379,7 +1440,8 @@ def main() -> None:
         if rank == 0:
             evaluations.append({"step": step, **result})
             report.append_jsonl(run_dir / "evaluations.jsonl", evaluations[-1:])
-            bar.write(f"step {step:4d}  {judged_on} accuracy {result['avg']:.3f} ± {result['avg_se']:.3f}")
+            error = "" if result["avg_se"] is None else f" ± {result['avg_se']:.3f}"  # one problem has none
+            bar.write(f"step {step:4d}  {judged_on} accuracy {result['avg']:.3f}{error}")
 
     bar = tqdm(total=args.steps, initial=start_step, desc="GRPO", disable=rank != 0, dynamic_ncols=True)
     if not args.no_probe:
@@ -1401,13 +1463,13 @@ def main() -> None:
         # A collective that is stuck raises after --timeout; this is for an engine that is stuck by itself.
         faulthandler.dump_traceback_later(2 * 60 * args.timeout, exit=True)
         seconds, saving = saving, {}  # the time of log and checkpoint counts with the next line of the log
-        problems, samples, verdicts, values, missing = [], [], [], [], P
+        problems, samples, verdicts, values, missing, drawn = [], [], [], [], P, Counter()
         with report.timed(seconds, "generate"), awake(engine):  # vLLM owns the GPU inside this block
             with report.timed(seconds, "push"):
                 push(adapter, step)  # the policy that we are about to improve
             for refill in range(1 + args.refill):  # once; --refill asks again in place of groups without spread
                 asked = next_problems(train, step, missing, args.seed, refill)  # the same on every rank
-                draws = [(p, refill * G + member) for p in asked for member in range(G)]  # none is made twice in a step
+                draws = number_samples(asked, G, drawn)
                 seeds = [sample_seed(args.seed, step, p.id, member) for p, member in draws]
                 most = [room[p.problem] for p, _ in draws]  # tokens of each completion
                 said = generate(engine, [prompt_ids[p.problem] for p, _ in draws], seeds, max_tokens=most, **sampling)
@@ -1426,20 +1488,22 @@ def main() -> None:
             advantages = group_advantages(rewards, args.advantage_scale)  # (groups, G)
             if args.refill:  # replaced groups stay out, also where the shaping has given them a spread
                 masked = [m or not live for m, live in zip(masked, has_spread(unshaped).expand(-1, G).flatten())]
-            segments = make_segments(samples, advantages, args.max_tokens, masked, keep_all=args.kl_coef > 0)
+            segments = make_segments(samples, advantages, row_tokens, masked, keep_all=args.kl_coef > 0)
             # Counted over all ranks: one denominator, however rows are dealt out.
             trained = sum(len(ids) for s in segments for ids, _, _ in s.completions)
             sampled = sum(len(s.completion_ids) for s, m in zip(samples, masked) if not m)
             denominator = loss_denominator(args.loss, trained, sampled, P * G, args.completion_tokens)
             denominator /= args.minibatches
             chunks = [segments[part :: args.minibatches] for part in range(args.minibatches)]
-            batches = [[pack(row).to(device) for row in balance(c, world, args.max_tokens)[rank]] for c in chunks]
+            batches = [[pack(row).to(device) for row in balance(c, world, row_tokens)[rank]] for c in chunks]
             annotate(policy, [batch for rows in batches for batch in rows], args.temperature, **extra_forwards)
             lr = learning_rate(args.lr, step, args.steps, args.warmup, args.schedule)
             for group in optimizer.param_groups:
                 group["lr"] = lr
             stats, norms = [], []
-            for chunk, rows in zip(chunks, batches):  # optimizer steps on this rollout; one, unless asked for more
+            for part, (chunk, rows) in enumerate(
+                zip(chunks, batches)
+            ):  # an optimizer step each; one, unless asked for more
                 loss_sum = torch.zeros((), device=device)  # ()
                 for batch in rows:
                     logprobs, entropy = token_logprobs(policy, batch, args.temperature)  # (S,), (S,)
@@ -1448,7 +1512,8 @@ def main() -> None:
                         weights=batch.corrections, reference_logprobs=batch.reference_logprobs, **loss_settings,
                     )  # fmt: skip
                     (loss * batch.weight * world).backward()  # FSDP averages over ranks; the loss wants the sum
-                    sums |= gap_stats(logprobs, batch.sampler_logprobs) | replay_stats(policy, logprobs)
+                    gaps = gap_stats(logprobs, batch.sampler_logprobs)
+                    sums |= replay_stats(policy, logprobs) | {name: value * (part == 0) for name, value in gaps.items()}
                     sums |= {"entropy": entropy.sum(), "loss": loss.detach()}
                     stats.append({name: value * batch.weight for name, value in sums.items()})
                     loss_sum += stats[-1]["loss"]

@@ -354,6 +354,28 @@ def test_files_and_names(tmp_path):
         read_problems("aime24")
 
 
+@pytest.mark.parametrize("field", ["problem", "answer"])
+@pytest.mark.parametrize("value", [["2"], {"ground_truth": "2"}])
+def test_a_field_that_is_no_text_is_refused(tmp_path, field, value):
+    """verl's rows, say: what Python prints for a list would be a prompt, or an answer nobody can give."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"problem": "1 + 1?", "answer": 2} | {field: value}) + "\n")
+    with pytest.raises(UserError, match=f"line 1 has a {type(value).__name__} as '{field}'"):
+        read_problems(path)
+
+
+def test_a_configuration_of_a_hub_dataset_can_be_named(monkeypatch):
+    asked = []
+
+    def hub(*words):
+        asked.append(words)
+        return [("row 1", {"problem": "1 + 1?", "answer": "2"})]
+
+    monkeypatch.setattr(eval_aime, "hub_rows", hub)
+    assert [p.answer for p in read_problems("owner/set") + read_problems("owner/set:part")] == ["2", "2"]
+    assert asked == [("owner/set", None, "train", None), ("owner/set", "part", "train", None)]
+
+
 def test_sample_seeds():
     """63 bits, a function of the four arguments only; sha256("0/-1/2024-I-1/0") begins with the bytes below."""
     import hashlib

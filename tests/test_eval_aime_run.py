@@ -156,6 +156,32 @@ def test_samples_of_other_settings_are_refused(monkeypatch, tmp_path):
     assert (tmp_path / "samples.jsonl").read_bytes() == before
 
 
+def test_a_run_that_failed_before_its_first_sample_binds_nobody(monkeypatch, tmp_path):
+    """Say an engine that refuses --top-p: the corrected command goes to the same folder."""
+
+    def refuse(*_, **__):
+        raise RuntimeError("the engine refuses")
+
+    monkeypatch.setattr("rollout.generate", refuse)
+    with pytest.raises(RuntimeError, match="refuses"):
+        run(tmp_path / "samples.jsonl", top_p=0.5)
+    replay(monkeypatch, lambda i, j: 1)
+    run(tmp_path / "samples.jsonl")
+    with pytest.raises(UserError, match=r"top_p: 0\.95, now 0\.5"):
+        run(tmp_path / "samples.jsonl", top_p=0.5)
+
+
+def test_files_that_are_no_samples_of_an_evaluation_are_told(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    for text, sentence in [
+        ('{"step": 1, "problem": "3", "reward": 1.0}\n', "line 1 is no sample of an evaluation"),
+        ('{"problem": "3", "sample": 0, "correct": true}\nnonsense\n', "line 2 is not JSON"),
+    ]:
+        path.write_text(text)
+        with pytest.raises(UserError, match=sentence):
+            eval_aime.compare_files(path, path)
+
+
 TWO_RANKS = """
 import json, os, sys
 import torch.distributed as dist

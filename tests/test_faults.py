@@ -331,6 +331,25 @@ def test_a_restarted_job_goes_on_whatever_it_was_started_with(words, tmp_path, m
         report.open_run(args)
 
 
+def test_resume_from_a_path_wants_the_adapter_to_count_as_it_did(tmp_path, monkeypatch):
+    start = tmp_path / "step-000003"
+    start.mkdir()
+    args = parsed(tmp_path, "--resume", str(start), "--lora-alpha", "32")
+    for name in ("state.json", "adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors"):
+        with pytest.raises(UserError, match=f"no checkpoint: it has no {name}"):
+            report.open_run(args)
+        (start / name).write_text(json.dumps({"step": 3, "r": 16, "lora_alpha": 64}))
+    with pytest.raises(UserError, match="was trained with --lora-alpha 64; use that, not 32"):
+        report.open_run(args)
+    args.lora_alpha = 64
+    assert report.open_run(args) == (tmp_path / "run", start)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"flags": vars(args) | {"lr": 1.0}, "job": None}))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(UserError, match=r"--lr 1\.0 then"):  # a restart goes on with the same flags only
+        report.open_run(args)
+
+
 def test_a_run_made_before_a_flag_existed_goes_on_without_it(tmp_path):
     run = tmp_path / "run"
     run.mkdir()

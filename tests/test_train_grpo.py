@@ -17,6 +17,7 @@ import copy
 import dataclasses
 import math
 import random
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -589,6 +590,57 @@ def test_shared_prompts_give_the_gradients_of_separate_rows(tiny_model, shared):
         torch.testing.assert_close(parameter.grad, trained[name].grad, atol=2e-5, rtol=1e-4, msg=name)
 
 
+STATES = {  # what carries a state along the row: (transformers' name, fields of its config)
+    "linear attention": (
+        "Qwen3Next",
+        {
+            "layer_types": ["linear_attention", "full_attention"], "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "decoder_sparse_step": 1,
+        },
+    ),
+    "short convolution": ("Lfm2", {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_no_state_runs_from_one_sample_into_the_next(kind):
+    """Such models get a row a sample; the reference is transformers' own forward of each sample alone."""
+    import transformers
+
+    name, fields = STATES[kind]
+    size = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    size |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    train_grpo.register_attention()
+    models = []
+    for implementation in ("grouped", "eager"):
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{name}Config")(**size | fields)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+        models.append(model.float().eval())
+    for parameter, value in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        parameter.data = value.data
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(2, 97, (3, 17), generator=generator).tolist()
+    samples = [Sample(ids[0][:8], row[8:], [0.0] * 9, "", "stop", 0) for row in ids]
+    policy = train_grpo.Policy(SimpleNamespace(get_base_model=lambda: models[0]))
+    assert policy.sample_a_row
+    rows = balance(make_segments(samples, torch.tensor([[1.0, 0.0, -1.0]]), 0), 1, 0)[0]
+    told, expected = {}, {}
+    with torch.no_grad():
+        for batch in map(pack, rows):
+            told[batch.advantages[0].item()] = train_grpo.token_logprobs(policy, batch, 1.0)[0]  # (9,)
+        for sample, advantage in zip(samples, (1.0, 0.0, -1.0)):
+            logits = models[1](input_ids=torch.tensor([sample.prompt_ids + sample.completion_ids])).logits[0]  # (17, V)
+            table = F.log_softmax(logits[7:-1], -1)  # (9, V)
+            expected[advantage] = table.gather(1, torch.tensor(sample.completion_ids)[:, None])[:, 0]  # (9,)
+    torch.testing.assert_close(told, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_models_of_attention_alone_share_rows(tiny_model):
+    assert not train_grpo.has_state(tiny_model[0])
+
+
 @pytest.mark.parametrize(
     ("temperature", "multiplier", "softcap"), [(1.0, 1.0, None), (0.6, 0.25, None), (1.3, 2.0, 5.0)]
 )
@@ -676,7 +728,19 @@ def test_the_gate_names_what_to_check():
 
 @pytest.mark.parametrize(
     ("flag", "value"),
-    [("tp", 0), ("minibatches", 0), ("print_every", 0), ("keep", -1), ("heldout", -1), ("kl_coef", -0.1)],
+    [
+        ("tp", 0),
+        ("minibatches", 0),
+        ("print_every", 0),
+        ("keep", -1),
+        ("heldout", -1),
+        ("kl_coef", -0.1),
+        ("lora_alpha", 0),
+        ("seed", -1),
+        ("eval_tokens", 0),
+        ("eval_temperature", -1.0),
+        ("format_bonus", math.nan),
+    ],
 )
 def test_values_that_cannot_work_are_refused(flag, value):
     args = train_grpo.parse_args(["--model", "anything"])
@@ -684,6 +748,55 @@ def test_values_that_cannot_work_are_refused(flag, value):
     setattr(args, flag, value)
     with pytest.raises(UserError, match=f"--{flag.replace('_', '-')} {value} must be at least"):
         train_grpo.check_flags(args, world=1)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--lr -1",
+        "--lr nan",
+        "--max-grad-norm 0",
+        "--timeout 0",
+        "--eval-top-p 95",
+        "--gpu-memory-utilization 85",
+        "--dual-clip .5",
+        "--temperature nan",
+        "--engine-args 5",
+        "--chat-template-kwargs [1]",
+        "--stop x ",
+    ],
+)
+def test_more_values_that_cannot_work_are_refused(words):
+    """A negative norm would reverse the gradient, a dual clip below 1 drop that of bad samples, the rest fail after loading."""
+    with pytest.raises(UserError, match=words.split()[0]):
+        train_grpo.check_flags(train_grpo.parse_args(["--model", "anything", *words.split(" ")]), world=1)
+
+
+def test_a_problem_that_comes_twice_in_a_step_is_sampled_anew():
+    problems = arithmetic_problems(0, num_train=2)[0]
+    drawn = Counter()
+    first = train_grpo.number_samples([problems[0], problems[1], problems[0]], 2, drawn)
+    assert first == [(problems[i], n) for i, n in ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3))]
+    assert [n for _, n in train_grpo.number_samples(problems, 2, drawn)] == [4, 5, 2, 3]  # the next round of --refill
+
+
+def test_gaps_are_those_before_the_first_of_several_updates():
+    """|Δlogp| .02 on 50 tokens of the first minibatch; the second, after an update, adds tokens and a loss but no gap."""
+    names = ("kl", "unknown", "reference_kl", "entropy", "clip_low", "clip_high", "experts_alike", "experts_known")
+    totals = dict.fromkeys((*names, "gap_max", "ratio_max"), torch.tensor(0.0))
+    totals |= {"gap": torch.tensor(1.0), "gap_tokens": torch.tensor(50.0), "tokens": torch.tensor(100.0)}
+    totals |= {"loss": torch.tensor(3.0), "gap_histogram": torch.ones(162)}
+    samples = [Sample([1], [2], [0.0], "", "stop", 0)] * 4
+    rewards = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
+    m = train_grpo.step_metrics(1, samples, rewards, rewards, 2, totals, [2.0, 4.0])
+    assert m["gap"] == pytest.approx(0.02)
+    assert (m["loss"], m["grad_norm"]) == (1.5, 3.0)  # means over the two updates
+
+
+def test_more_heldout_problems_than_there_are_products_are_refused():
+    assert len(arithmetic_problems(0, num_heldout=188)[1]) == 188
+    with pytest.raises(UserError, match="more than 188"):
+        arithmetic_problems(0, num_heldout=189)
 
 
 @pytest.mark.parametrize("prompts", [[[7, 8, 1, 2], [7, 8, 3]], [[1, 2], [3]], [[5, 6, 7]]])
