@@ -164,7 +164,11 @@ def read_rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
     if not path.is_file():
         raise UserError(f"There is no file {path}.")
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 (byte {error.start}).") from None
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:

@@ -31,6 +31,7 @@ Axes: N out_features · K in_features · E experts · S (token, expert) pairs ·
 from __future__ import annotations
 
 import argparse
+import atexit
 import fnmatch
 import hashlib
 import json
@@ -1310,6 +1311,7 @@ def quantize_command(args) -> None:
             raise UserError(f"{args.source} is neither a path here nor a model the Hub gives: {error}") from error
     unfinished = target.with_name(f"{target.name}.{os.getpid()}.tmp")  # renamed at the end: complete or absent
     unfinished.mkdir(parents=True)
+    atexit.register(shutil.rmtree, unfinished, ignore_errors=True)  # after a failure; else it has its name by then
     dense = source
     if source.suffix == ".gguf":
         dense = unfinished / "dense"

@@ -2,7 +2,7 @@
 
     python plan.py CONFIG_OR_FOLDER --gpus 32 --gpus-per-node 4 --gpu-memory 186 --host-memory 960 --tp 4 \\
         --context 16384 --assume-quant nvfp4-experts,fp8-linears
-    python plan.py CONFIG_OR_FOLDER --gpus 8 --gpu-memory 80 -- --prompts 64 …     # the words of a train_grpo.py command
+    python plan.py CONFIG_OR_FOLDER --gpus 8 --gpu-memory 80 -- --model DIR --prompts 64 …     # of a train_grpo.py command
 
 Everything follows from config.json, so it answers for a model whose class no installed library has, and needs nothing
 but Python. Read it like a calculation on paper: `weights` lists every matrix of the model with its shape, and each

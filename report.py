@@ -377,8 +377,8 @@ def main() -> None:
                 f"error: {run} is no run folder with steps: it has no metrics.jsonl or an empty one.", file=sys.stderr
             )
             sys.exit(2)
-        found[run.name] = metrics, read_jsonl(run / "evaluations.jsonl")
-        print(f"{run}: {summary(*found[run.name])}")
+        found[str(run)] = metrics, read_jsonl(run / "evaluations.jsonl")
+        print(f"{run}: {summary(*found[str(run)])}")
     out = args.out or args.runs[0] / "curves.png"
     plot_curves(found, out)
     print(f"curves in {out}")

@@ -105,6 +105,7 @@ def build_engine(
     if not on_gpu:
         prepare_cpu()
 
+    from transformers import AutoConfig
     from vllm import LLM
     from vllm.model_executor.models.transformers import base as through_transformers
 
@@ -145,6 +146,9 @@ def build_engine(
         arguments |= {"block_size": 32, "enforce_eager": True, "dtype": "bfloat16", "ir_op_priority": norms}
         # A seeded request whose prompt is cut in two ends in "CPU Generator does not use offset" (gpu_model_runner.py).
         arguments["enable_chunked_prefill"] = False
+        # Without that it keeps no state of a recurrent layer for a prefix.
+        kinds = getattr(AutoConfig.from_pretrained(model_dir).get_text_config(), "layer_types", None) or []
+        arguments["enable_prefix_caching"] = set(kinds) <= {"full_attention", "sliding_attention"}
     # Logits in fp32, as the trainer has them; of a quantised head vLLM has none.
     overrides = {} if head_is_packed(model_dir) else {"head_dtype": "float32"}
     arguments |= engine_args or {}
@@ -455,6 +459,11 @@ def encode_prompts(
     tokenizer: Any, conversations: list[list[dict[str, str]]], chat_template_kwargs: dict[str, Any] | None = None
 ) -> list[list[int]]:
     """Conversations to token ids through the model's chat template, with the generation prompt added."""
+    if getattr(tokenizer, "chat_template", "") is None:
+        raise UserError(
+            f"{tokenizer.name_or_path} has no chat template (a base model, perhaps); put one beside the model as "
+            f"chat_template.jinja."
+        )
     prompts = []
     for conversation in conversations:
         ids = tokenizer.apply_chat_template(

@@ -364,6 +364,12 @@ def test_a_field_that_is_no_text_is_refused(tmp_path, field, value):
         read_problems(path)
 
 
+def test_a_file_that_is_not_utf_8_is_told(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes('{"problem": "é", "answer": "2"}\n'.encode("latin-1"))
+    with pytest.raises(UserError, match=r"rows.jsonl is not UTF-8 \(byte 13\)"):
+        read_problems(tmp_path / "rows.jsonl")
+
+
 def test_a_configuration_of_a_hub_dataset_can_be_named(monkeypatch):
     asked = []
 

@@ -585,6 +585,18 @@ def test_missing_and_unknown_tensors_are_listed(checkpoint):
         nvfp4.build_model(checkpoint, lora_rank=4, lora_alpha=8)
 
 
+def test_a_failed_quantize_leaves_nothing_behind(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text('{"model_type": "llama"}')
+    (source / "model.safetensors").write_bytes(b"no tensors")
+    script = Path(nvfp4.__file__)
+    words = [sys.executable, script, "quantize", source, tmp_path / "target"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode != 0
+    assert [path.name for path in tmp_path.iterdir()] == ["source"], done.stderr
+
+
 def test_a_dense_folder_says_how_to_quantize(source, tmp_path):
     with pytest.raises(nvfp4.UserError, match=f"quantize {source} OUT"):
         nvfp4.check_checkpoint(source)

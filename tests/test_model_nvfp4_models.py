@@ -63,6 +63,17 @@ ARCHITECTURES = {
     "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "Phi": {},
     "Phi3": {},
+    "Qwen3Next": EXPERTS  # half linear attention; vLLM on a CPU wants its heads of 128
+    | {
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 32,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "Lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16},
     "GptOss": {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,

@@ -554,3 +554,13 @@ def test_fifty_hand_overs_leak_nothing_and_change_nothing(sleep, tmp_path):
 
 if __name__ == "__main__":
     work(*sys.argv[1:])
+
+
+def test_a_model_without_a_chat_template_is_told():
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
+    with pytest.raises(UserError, match="has no chat template"):
+        rollout.encode_prompts(tokenizer, [[{"role": "user", "content": "a"}]])

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_model_nvfp4_models import quantized, tiny_checkpoint
+from test_model_nvfp4_models import ARCHITECTURES, SIZES, quantized, tiny_checkpoint
 
 import train_grpo
 from model_nvfp4 import UserError
@@ -590,32 +590,16 @@ def test_shared_prompts_give_the_gradients_of_separate_rows(tiny_model, shared):
         torch.testing.assert_close(parameter.grad, trained[name].grad, atol=2e-5, rtol=1e-4, msg=name)
 
 
-STATES = {  # what carries a state along the row: (transformers' name, fields of its config)
-    "linear attention": (
-        "Qwen3Next",
-        {
-            "layer_types": ["linear_attention", "full_attention"], "num_experts": 4, "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "linear_num_value_heads": 4,
-            "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "decoder_sparse_step": 1,
-        },
-    ),
-    "short convolution": ("Lfm2", {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", STATES)
-def test_no_state_runs_from_one_sample_into_the_next(kind):
+@pytest.mark.parametrize("name", ["Qwen3Next", "Lfm2"])  # linear attention, short convolutions
+def test_no_state_runs_from_one_sample_into_the_next(name):
     """Such models get a row a sample; the reference is transformers' own forward of each sample alone."""
     import transformers
 
-    name, fields = STATES[kind]
-    size = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
-    size |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
     train_grpo.register_attention()
     models = []
     for implementation in ("grouped", "eager"):
         torch.manual_seed(0)
-        config = getattr(transformers, f"{name}Config")(**size | fields)
+        config = getattr(transformers, f"{name}Config")(**SIZES | ARCHITECTURES[name])
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
         models.append(model.float().eval())
     for parameter, value in zip(models[1].parameters(), models[0].parameters(), strict=True):
