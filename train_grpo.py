@@ -1086,13 +1086,13 @@ def check_flags(args: argparse.Namespace, world: int) -> None:
     least = dict.fromkeys(("prompts", "completion_tokens", "max_tokens", "steps", "lora_rank", "save_every"), 1)
     least |= dict.fromkeys(("heldout_samples", "tp", "minibatches", "average", "print_every"), 1)
     least |= dict.fromkeys(("keep", "heldout", "warmup", "kl_coef", "refill", "eval_every", "overlong_buffer"), 0)
-    least |= dict.fromkeys(("seed", "clip_low", "clip_high", "format_bonus"), 0) | {"lora_alpha": 1}
+    least |= dict.fromkeys(("seed", "lr", "clip_low", "clip_high", "format_bonus"), 0) | {"lora_alpha": 1}
     least |= {"eval_tokens": 1} if args.eval_tokens is not None else {}
     least |= {"eval_temperature": 0} if args.eval_temperature is not None else {}
     for flag, bound in least.items():
         if not bound <= getattr(args, flag) < math.inf:  # NaN neither
             raise UserError(f"--{flag.replace('_', '-')} {getattr(args, flag)} must be at least {bound}.")
-    above_zero = {"lr": math.inf, "max_grad_norm": math.inf, "timeout": math.inf, "max_logprob_gap": math.inf}
+    above_zero = {"max_grad_norm": math.inf, "timeout": math.inf, "max_logprob_gap": math.inf}
     for flag, bound in (above_zero | {"eval_top_p": 1, "gpu_memory_utilization": 1}).items():
         if not 0 < getattr(args, flag) <= bound:
             raise UserError(
