@@ -802,6 +802,8 @@ def run(args: argparse.Namespace) -> None:
     for flag in ("top_p", "gpu_memory_utilization"):
         if not 0 < getattr(args, flag) <= 1:
             raise UserError(f"--{flag.replace('_', '-')} {getattr(args, flag)} must be above 0 and at most 1.")
+    if not isinstance(args.engine_args, dict) or not isinstance(args.chat_template_kwargs, dict):
+        raise UserError("--engine-args and --chat-template-kwargs want a JSON object.")
     context = check_model(args.model)
     lora_rank = check_adapter(args.adapter, args.model) if args.adapter else 0
     problems = read_problems(

@@ -737,6 +737,11 @@ def read_config(folder: Path):
     return config
 
 
+def other_layers(config) -> set[str]:
+    """The kinds of layer that a transformers config names besides attention, such as "linear_attention" or "conv"."""
+    return {*(getattr(config.get_text_config(), "layer_types", None) or [])} - {"full_attention", "sliding_attention"}
+
+
 def empty_model(config, dtype=torch.bfloat16, attn_implementation=None):
     """The transformers model, parameters on meta, computed buffers (rotary frequencies) in place."""
     import transformers
@@ -897,7 +902,8 @@ def lora_leaves(linears: Iterable[str], lora_targets: str) -> set[str]:
 
 def check_lora_targets(model_dir: str | Path, lora_targets: str) -> None:
     """UserError, before anything is loaded, when the model has no module of such a name."""
-    lora_leaves(decoder_linears(empty_model(read_config(Path(model_dir)))), lora_targets)
+    if lora_targets != "all-linear":
+        lora_leaves(decoder_linears(empty_model(read_config(Path(model_dir)))), lora_targets)
 
 
 def expert_parameters(model) -> dict[str, tuple[nn.Module, str]]:

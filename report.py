@@ -87,13 +87,12 @@ def open_run(args: argparse.Namespace) -> tuple[Path, Path | None]:
     # that failed, not on those that start again with it: they know the job by its name.
     known = saved.get("job") == os.environ.get("TORCHELASTIC_RUN_ID", "")
     restarted = bool(saved) and (known or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
-    if args.resume not in ("auto", "never"):
-        checkpoint = Path(args.resume)
-        if not restarted:
-            check_start(args, checkpoint)
-            if config_path.exists():
-                raise UserError(f"{run_dir} exists; --resume PATH starts a new run, so give it another --run-name.")
-            return run_dir, checkpoint
+    start = None if args.resume in ("auto", "never") else Path(args.resume)
+    if start and not restarted:
+        check_start(args, start)
+        if config_path.exists():
+            raise UserError(f"{run_dir} exists; --resume PATH starts a new run, so give it another --run-name.")
+        return run_dir, start
     if not saved:
         return run_dir, None
     if args.resume == "never" and not restarted:
@@ -105,7 +104,6 @@ def open_run(args: argparse.Namespace) -> tuple[Path, Path | None]:
     if differing:
         told = ", ".join(f"--{k.replace('_', '-')} {then.get(k)} then, {now.get(k)} now" for k in differing)
         raise UserError(f"{run_dir} was made with other flags ({told}); use those or another --run-name.")
-    start = None if args.resume in ("auto", "never") else Path(args.resume)
     return run_dir, latest_checkpoint(run_dir) or start
 
 

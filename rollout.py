@@ -42,7 +42,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from model_nvfp4 import UserError, decode, fp32_linear, head_is_packed, read_json
+from model_nvfp4 import UserError, decode, fp32_linear, head_is_packed, other_layers, read_config, read_json
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported, which any library may do first
 # It warns (of a triton that it will not use on a CPU) before it has looked at that.
@@ -105,7 +105,6 @@ def build_engine(
     if not on_gpu:
         prepare_cpu()
 
-    from transformers import AutoConfig
     from vllm import LLM
     from vllm.model_executor.models.transformers import base as through_transformers
 
@@ -147,8 +146,7 @@ def build_engine(
         # A seeded request whose prompt is cut in two ends in "CPU Generator does not use offset" (gpu_model_runner.py).
         arguments["enable_chunked_prefill"] = False
         # Without that it keeps no state of a recurrent layer for a prefix.
-        kinds = getattr(AutoConfig.from_pretrained(model_dir).get_text_config(), "layer_types", None) or []
-        arguments["enable_prefix_caching"] = set(kinds) <= {"full_attention", "sliding_attention"}
+        arguments["enable_prefix_caching"] = not other_layers(read_config(model_dir))
     # Logits in fp32, as the trainer has them; of a quantised head vLLM has none.
     overrides = {} if head_is_packed(model_dir) else {"head_dtype": "float32"}
     arguments |= engine_args or {}

@@ -571,13 +571,12 @@ def has_state(model: nn.Module) -> bool:
 
     Such a layer is told nothing by `Batch.layout` (transformers drops any 4-D mask for it, `create_recurrent_attention_mask`)
     and would carry one sample into the next, so each sample gets a row of its own. Told by what transformers says of the
-    class, by what its file calls, or by the kinds of layer in its config.
+    class, by what its file calls, or by the kinds of layer in its config (`other_layers`).
     """
     classes = {type(module) for module in model.modules()}
     calls = any(hasattr(sys.modules[c.__module__], "create_recurrent_attention_mask") for c in classes)
-    kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
-    known = {"full_attention", "sliding_attention"}
-    return calls or bool(set(kinds) - known) or any(getattr(c, "_is_stateful", False) for c in classes)
+    stateful = any(getattr(c, "_is_stateful", False) for c in classes)
+    return calls or stateful or bool(model_nvfp4.other_layers(model.config))
 
 
 class Policy(nn.Module):
@@ -819,7 +818,6 @@ def policy_loss(
 
 def gap_stats(trainer_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
     """How far trainer and engine are apart on (S,) sampled tokens: sums of |Δlogp| and of k3 = KL(sampler ‖ trainer).
-    Of the first of several --minibatches alone: after an optimizer step the two are no longer the same policy.
 
     A token that one of them has no finite number for is no gap; those of the sampler are counted, for `check_step`.
     """
@@ -1385,9 +1383,7 @@ def main() -> None:
     policy = Policy(model, args.replay_experts)
     row_tokens = 0 if policy.sample_a_row else args.max_tokens
     if policy.sample_a_row:
-        say(
-            "a state runs along the row in layers of this model: each sample is a row of its own, and no prompt is shared"
-        )
+        say("layers of this model carry a state along the row: each sample gets its own, and no prompt is shared")
     model_nvfp4.shard(policy, activation_checkpointing=args.activation_checkpointing)
     model_nvfp4.load_weights(policy, args.model, seed=args.seed)
     policy.eval()  # no dropout: the ratio compares two forwards of the same network
@@ -1501,9 +1497,7 @@ def main() -> None:
             for group in optimizer.param_groups:
                 group["lr"] = lr
             stats, norms = [], []
-            for part, (chunk, rows) in enumerate(
-                zip(chunks, batches)
-            ):  # an optimizer step each; one, unless asked for more
+            for part, (chunk, rows) in enumerate(zip(chunks, batches)):  # an optimizer step each
                 loss_sum = torch.zeros((), device=device)  # ()
                 for batch in rows:
                     logprobs, entropy = token_logprobs(policy, batch, args.temperature)  # (S,), (S,)
@@ -1512,7 +1506,7 @@ def main() -> None:
                         weights=batch.corrections, reference_logprobs=batch.reference_logprobs, **loss_settings,
                     )  # fmt: skip
                     (loss * batch.weight * world).backward()  # FSDP averages over ranks; the loss wants the sum
-                    gaps = gap_stats(logprobs, batch.sampler_logprobs)
+                    gaps = gap_stats(logprobs, batch.sampler_logprobs)  # counts before the first update only
                     sums |= replay_stats(policy, logprobs) | {name: value * (part == 0) for name, value in gaps.items()}
                     sums |= {"entropy": entropy.sum(), "loss": loss.detach()}
                     stats.append({name: value * batch.weight for name, value in sums.items()})

@@ -314,6 +314,18 @@ def test_two_ranks_train_and_one_goes_on(tiny, tmp_path):
     assert len({s["completion"] for s in samples if s["step"] == 1}) > 4  # ranks do not repeat each other
 
 
+@pytest.mark.slow
+def test_the_gate_looks_before_the_first_of_several_updates(tiny, tmp_path):
+    """At a learning rate that moves the policy by far, its own movement is no gap between trainer and engine."""
+    model, data, start = tiny
+    words = [*SMALL, "--model", model, "--dataset", data, "--prompt-template", "{problem}", "--resume", start]
+    words += ["--minibatches", 2, "--lr", 0.1, "--steps", 5, "--runs-dir", tmp_path, "--run-name", "two", "--no-probe"]
+    launch(*words)
+    (m,) = read_jsonl(tmp_path / "two" / "metrics.jsonl")
+    assert m["gap"] < 0.01
+    assert m["ratio_max"] > 2  # the second minibatch met another policy
+
+
 WATCHED_SCRIPT = """
 import math, sys
 sys.path.insert(0, {project!r})

@@ -552,10 +552,6 @@ def test_fifty_hand_overs_leak_nothing_and_change_nothing(sleep, tmp_path):
     assert "FIFTY" in done.stdout, done.stderr[-3000:]
 
 
-if __name__ == "__main__":
-    work(*sys.argv[1:])
-
-
 def test_a_model_without_a_chat_template_is_told():
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -564,3 +560,7 @@ def test_a_model_without_a_chat_template_is_told():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
     with pytest.raises(UserError, match="has no chat template"):
         rollout.encode_prompts(tokenizer, [[{"role": "user", "content": "a"}]])
+
+
+if __name__ == "__main__":
+    work(*sys.argv[1:])

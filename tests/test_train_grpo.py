@@ -608,12 +608,13 @@ def test_no_state_runs_from_one_sample_into_the_next(name):
     ids = torch.randint(2, 97, (3, 17), generator=generator).tolist()
     samples = [Sample(ids[0][:8], row[8:], [0.0] * 9, "", "stop", 0) for row in ids]
     policy = train_grpo.Policy(SimpleNamespace(get_base_model=lambda: models[0]))
-    assert policy.sample_a_row
-    rows = balance(make_segments(samples, torch.tensor([[1.0, 0.0, -1.0]]), 0), 1, 0)[0]
+    row_tokens = 0 if policy.sample_a_row else 10_000
+    rows = balance(make_segments(samples, torch.tensor([[1.0, 0.0, -1.0]]), row_tokens), 1, row_tokens)[0]
     told, expected = {}, {}
     with torch.no_grad():
         for batch in map(pack, rows):
-            told[batch.advantages[0].item()] = train_grpo.token_logprobs(policy, batch, 1.0)[0]  # (9,)
+            logprobs, _ = train_grpo.token_logprobs(policy, batch, 1.0)  # (S,)
+            told |= {a.item(): logprobs[batch.advantages == a] for a in batch.advantages.unique()}  # (9,) each
         for sample, advantage in zip(samples, (1.0, 0.0, -1.0)):
             logits = models[1](input_ids=torch.tensor([sample.prompt_ids + sample.completion_ids])).logits[0]  # (17, V)
             table = F.log_softmax(logits[7:-1], -1)  # (9, V)
@@ -764,8 +765,8 @@ def test_a_problem_that_comes_twice_in_a_step_is_sampled_anew():
     assert [n for _, n in train_grpo.number_samples(problems, 2, drawn)] == [4, 5, 2, 3]  # the next round of --refill
 
 
-def test_gaps_are_those_before_the_first_of_several_updates():
-    """|Δlogp| .02 on 50 tokens of the first minibatch; the second, after an update, adds tokens and a loss but no gap."""
+def test_means_of_a_step_with_two_updates():
+    """|Δlogp| .02 on 50 tokens of the first minibatch; the second adds tokens, a loss and a norm but no gap."""
     names = ("kl", "unknown", "reference_kl", "entropy", "clip_low", "clip_high", "experts_alike", "experts_known")
     totals = dict.fromkeys((*names, "gap_max", "ratio_max"), torch.tensor(0.0))
     totals |= {"gap": torch.tensor(1.0), "gap_tokens": torch.tensor(50.0), "tokens": torch.tensor(100.0)}
