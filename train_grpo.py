@@ -27,6 +27,7 @@ import socket
 import sys
 import time
 import zlib
+from bisect import bisect_left
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -53,7 +54,7 @@ from eval_aime import Problem, conversation, evaluate, read_problems, sample_see
 from model_nvfp4 import UserError
 from rollout import Sample, awake, generate, push_adapter
 
-# Axis legend: P prompts of a step (all ranks) · G samples per prompt · N = P·G · T tokens of a row · S trained tokens ·
+# Axis legend: P prompts of a step (all ranks) · G samples per prompt · N = P·G · R rows of T tokens · S trained tokens ·
 # U of them that differ (in token or history) · V vocabulary · H hidden · r LoRA rank. Sums over tokens run over completion
 # tokens only, end-of-sequence included.
 
@@ -218,22 +219,25 @@ class Segment:
 
 @dataclass
 class Batch:
-    """One row of packed segments. `layout` tells attention who may see whom; see `grouped_attention`."""
+    """A micro-batch: one row of packed segments, R = 1, or R samples in a row each, of which the shorter are padded.
 
-    input_ids: torch.Tensor  # (1, T)
-    position_ids: torch.Tensor  # (1, T), going back at each branch
-    layout: torch.Tensor  # (1, 1, 2, T) int32: where in the row the token's branches end, its position
-    sources: torch.Tensor  # (U,) where in the row the hidden state lies that predicts a token; pairs that differ
+    `layout` tells attention who may see whom, in all rows one after another; see `grouped_attention`.
+    """
+
+    input_ids: torch.Tensor  # (R, T)
+    position_ids: torch.Tensor  # (R, T), going back at each branch
+    layout: torch.Tensor  # (1, 1, 2, R·T) int32: where the token's branches end, its position
+    sources: torch.Tensor  # (U,) where in R·T the hidden state lies that predicts a token; pairs that differ
     targets: torch.Tensor  # (U,) the token
     picks: torch.Tensor  # (S,) of the sampled tokens: which pair it is
     sampler_logprobs: torch.Tensor  # (S,) from the engine
     old_logprobs: torch.Tensor  # (S,) the ratio's denominator: the sampler's, unless --old-logprobs trainer
     advantages: torch.Tensor  # (S,)
-    samples: torch.Tensor  # (S,) number of the completion within the row
+    samples: torch.Tensor  # (S,) number of the completion within the micro-batch
     weight: float  # 1, or 0 for the stand-in of a rank that has nothing to do
     corrections: torch.Tensor | None = None  # (S,) importance weights, with --old-logprobs trainer
     reference_logprobs: torch.Tensor | None = None  # (S,) of the frozen base, with --kl-coef
-    experts: torch.Tensor | None = None  # (layers, T, k) that the engine chose, with --replay-experts
+    experts: torch.Tensor | None = None  # (layers, R·T, k) that the engine chose, with --replay-experts
 
     def to(self, device: torch.device) -> Batch:
         moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in vars(self).items()}
@@ -298,29 +302,55 @@ def balance(segments: list[Segment], world: int, max_tokens: int) -> list[list[l
         per_rank += 1
 
 
+def balance_padded(segments: list[Segment], world: int, max_tokens: int) -> list[list[list[Segment]]]:
+    """As `balance`, for segments of one completion that get a row each: padding counts, so those of like length go together.
+
+    Longest first, as many in a micro-batch as have at most `max_tokens` with their padding (or one); then the smallest such
+    limit that needs no more micro-batches, of which every rank gets the same number.
+    """
+    ordered = sorted(segments, key=lambda segment: -segment.num_tokens)
+
+    def cut(limit: int) -> list[list[Segment]]:
+        batches: list[list[Segment]] = []
+        for segment in ordered:
+            if not batches or (len(batches[-1]) + 1) * batches[-1][0].num_tokens > limit:
+                batches.append([])
+            batches[-1].append(segment)
+        return batches
+
+    number = world * max(1, math.ceil(len(cut(max_tokens)) / world))
+    batches = cut(bisect_left(range(max_tokens), -number, key=lambda limit: -len(cut(limit))))
+    batches += [[]] * (number - len(batches))
+    return [batches[rank::world] for rank in range(world)]
+
+
 def common(first: list[int], second: list[int]) -> int:
     """The number of tokens that both begin with."""
     return next((i for i, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second)))
 
 
-def pack(row: list[Segment]) -> Batch:
-    """Segments to one row of tensors: the only place where ragged lists become tensors. An empty row gets weight 0.
+def pack(row: list[Segment], sample_a_row: bool = False) -> Batch:
+    """Segments to a micro-batch of tensors: the only place where ragged lists become tensors. Without any it gets weight 0.
 
     The row is the tree of all samples, depth first: instructions that all prompts share, a prompt, what its completions begin
     with alike, and so on are computed once; the gradient is that of separate rows. Samples in lexical order are in tree order,
     and each adds what it does not share with the one before. A token that several chose at the same place is one pair.
     Where experts are replayed, what two samples share ends where the engine sent them through different ones.
+    With `sample_a_row` nothing is shared: each sample is a row, padded at its end, where nothing that counts can see it.
     """
     segments = row or [Segment([0], [([0], [0.0], 0.0)])]
     completions = [completion for segment in segments for completion in segment.completions]
     inputs = [segment.prompt_ids + ids[:-1] for segment in segments for ids, _, _ in segment.completions]
     prompt_lengths = [len(segment.prompt_ids) for segment in segments for _ in segment.completions]
+    if sample_a_row:
+        longest = max(map(len, inputs))
+        inputs = [ids + [0] * (longest - len(ids)) for ids in inputs]
     chosen, most = [choice for segment in row for choice in segment.experts], sum(map(len, inputs))
-    experts = np.empty((most, *chosen[0].shape[1:]), chosen[0].dtype) if chosen else None  # (≥ T, layers, k)
+    experts = np.full((most, *chosen[0].shape[1:]), -1, chosen[0].dtype) if chosen else None  # (≥ R·T, layers, k)
     ids, positions, ends = [], [], []  # T each
     before, path, paths = [], [], [[]] * len(inputs)  # a path: where in the row the tokens of a sample are
     for sample in sorted(range(len(inputs)), key=inputs.__getitem__):
-        shared = common(before, inputs[sample])
+        shared = 0 if sample_a_row else common(before, inputs[sample])
         if experts is not None:
             theirs, own = experts[path[:shared]], chosen[sample]  # (shared, layers, k), (tokens, layers, k)
             apart = ((theirs != own[:shared]) & (theirs >= 0) & (own[:shared] >= 0)).any((1, 2))  # (shared,)
@@ -346,10 +376,11 @@ def pack(row: list[Segment]) -> Batch:
         advantages += [advantage] * len(completion)
         sample_of += [sample] * len(completion)
     sampler_logprobs = torch.tensor(logprobs, dtype=torch.float32)  # (S,)
+    rows = len(inputs) if sample_a_row else 1
     return Batch(
-        input_ids=torch.tensor([ids]),  # (1, T)
-        position_ids=torch.tensor([positions]),  # (1, T)
-        layout=torch.tensor([[[ends, positions]]], dtype=torch.int32),  # (1, 1, 2, T)
+        input_ids=torch.tensor(ids).view(rows, -1),  # (R, T)
+        position_ids=torch.tensor(positions).view(rows, -1),  # (R, T)
+        layout=torch.tensor([[[ends, positions]]], dtype=torch.int32),  # (1, 1, 2, R·T)
         sources=torch.tensor([source for source, _ in pairs]),  # (U,)
         targets=torch.tensor([target for _, target in pairs]),  # (U,)
         picks=torch.tensor(picks),  # (S,)
@@ -358,7 +389,7 @@ def pack(row: list[Segment]) -> Batch:
         advantages=torch.tensor(advantages, dtype=torch.float32),  # (S,)
         samples=torch.tensor(sample_of),  # (S,)
         weight=1.0 if row else 0.0,
-        experts=None if experts is None else torch.from_numpy(experts[: len(ids)]).transpose(0, 1),  # (layers, T, k)
+        experts=None if experts is None else torch.from_numpy(experts[: len(ids)]).transpose(0, 1),  # (layers, R·T, k)
     )
 
 
@@ -368,10 +399,10 @@ def pack(row: list[Segment]) -> Batch:
 
 def grouped_attention(
     module: nn.Module,
-    query: torch.Tensor,  # (1, heads, T, D)
-    key: torch.Tensor,  # (1, kv_heads, T, D)
-    value: torch.Tensor,  # (1, kv_heads, T, D of the values)
-    attention_mask: torch.Tensor,  # (1, 1, 2, T): `Batch.layout`
+    query: torch.Tensor,  # (R, heads, T, D)
+    key: torch.Tensor,  # (R, kv_heads, T, D)
+    value: torch.Tensor,  # (R, kv_heads, T, D of the values)
+    attention_mask: torch.Tensor,  # (1, 1, 2, R·T): `Batch.layout`
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -379,13 +410,15 @@ def grouped_attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one packed row: a token sees those before it whose branches have not ended, which are its own sample's.
+    """Attention of a micro-batch: a token sees those before it whose branches have not ended, which are its own sample's.
 
     The layout travels where a 4-D attention mask would: transformers hands such a tensor through to the attention function
     untouched, so no model needs a line of code for this. On a GPU flash attention over (queries, visible keys) pairs; else,
     and for soft caps and sinks, which flash attention has not, `BlockAttention`.
     """
-    layout = attention_mask[0, 0]  # (2, T)
+    layout, rows = attention_mask[0, 0], query.shape[::2]  # (2, R·T), (R, T)
+    # All rows as one: (heads, R·T, D), (kv_heads, R·T, D) twice.
+    query, key, value = (x.transpose(0, 1).flatten(1, 2) for x in (query, key, value))
     scaling = scaling or query.shape[-1] ** -0.5
     plain = softcap is None and s_aux is None and query.shape[-1] == value.shape[-1] <= 256
     if query.is_cuda and plain and query.dtype != torch.float32:
@@ -396,20 +429,20 @@ def grouped_attention(
             attention_mask.visits = seen, *ends, *(int(end.diff().max()) for end in ends)  # type: ignore[attr-defined]
         seen, query_ends, key_ends, longest_query, longest_keys = attention_mask.visits
         output = varlen_attn(
-            query[0].transpose(0, 1),  # (T, heads, D)
-            key[0].transpose(0, 1)[seen],  # (K, kv_heads, D)
-            value[0].transpose(0, 1)[seen],  # (K, kv_heads, D)
+            query.transpose(0, 1),  # (R·T, heads, D)
+            key.transpose(0, 1)[seen],  # (K, kv_heads, D)
+            value.transpose(0, 1)[seen],  # (K, kv_heads, D)
             query_ends, key_ends, longest_query, longest_keys,
             scale=scaling, window_size=(sliding_window - 1 if sliding_window else -1, 0), enable_gqa=True,
-        )  # fmt: skip  # (T, heads, D)
-        return output[None], None  # (1, T, heads, D)
+        )  # fmt: skip  # (R·T, heads, D)
+        return output.unflatten(0, rows), None  # (R, T, heads, D)
     if not hasattr(attention_mask, "blocks"):
         attention_mask.blocks = {}  # type: ignore[attr-defined]
     if sliding_window not in attention_mask.blocks:
         attention_mask.blocks[sliding_window] = BlockAttention.blocks(layout, sliding_window)
     blocks = attention_mask.blocks[sliding_window]
     output = BlockAttention.apply(query, key, value, blocks, scaling, softcap, s_aux)
-    return output.transpose(1, 2), None  # (1, T, heads, D)
+    return output.transpose(0, 1).unflatten(0, rows), None  # (R, T, heads, D)
 
 
 def visits(layout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -480,22 +513,29 @@ class BlockAttention(torch.autograd.Function):
         return scores.softmax(-1)[..., : hidden.shape[1]].flatten(1, 2), slope  # (kv_heads, group · rows, keys)
 
     @staticmethod
-    def forward(ctx, query, key, value, blocks, scaling, softcap, sinks):  # type: ignore[no-untyped-def]
+    def forward(  # type: ignore[no-untyped-def]
+        ctx,
+        query,  # (heads, T, D)
+        key,  # (kv_heads, T, D)
+        value,  # (kv_heads, T, D of the values)
+        blocks,
+        scaling,
+        softcap,
+        sinks,
+    ):
         ctx.save_for_backward(query, key, value, sinks)
         ctx.settings = blocks, scaling, softcap
-        query, key, value = query[0], key[0], value[0]  # (heads, T, D), (kv_heads, T, D) ×2
         output = query.new_empty(*query.shape[:2], value.shape[-1])  # (heads, T, D)
         for keys, rows, hidden in blocks:
             q = query[:, rows].reshape(len(key), -1, query.shape[-1])  # (kv_heads, group · rows, D)
             p, _ = BlockAttention.probabilities(q, key[:, keys], hidden, scaling, softcap, sinks)
             output[:, rows] = (p.to(value.dtype) @ value[:, keys]).view(len(query), -1, value.shape[-1])
-        return output[None]  # (1, heads, T, D)
+        return output  # (heads, T, D)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         query, key, value, sinks = ctx.saved_tensors
         blocks, scaling, softcap = ctx.settings
-        query, key, value, grad = query[0], key[0], value[0], grad[0]  # (heads, T, D), (kv_heads, T, D) ×2, as query
         grad_query = torch.empty_like(query)  # (heads, T, D)
         grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)  # (kv_heads, T, D) ×2
         for keys, rows, hidden in blocks:
@@ -508,7 +548,7 @@ class BlockAttention(torch.autograd.Function):
             inner = grad_p.mul_(p).mul_(slope).to(q.dtype)  # (kv_heads, group · rows, keys)
             grad_query[:, rows] = (inner @ key[:, keys]).view(len(query), -1, query.shape[-1])
             grad_key.index_add_(1, keys, inner.transpose(1, 2) @ q)
-        return grad_query[None], grad_key[None], grad_value[None], None, None, None, None
+        return grad_query, grad_key, grad_value, None, None, None, None
 
 
 class TokenLogprobs(torch.autograd.Function):
@@ -570,7 +610,7 @@ def has_state(model: nn.Module) -> bool:
     """Does a layer carry something along the row besides attention: Mamba, linear attention, a short convolution?
 
     Such a layer is told nothing by `Batch.layout` (transformers drops any 4-D mask for it, `create_recurrent_attention_mask`)
-    and would carry one sample into the next, so each sample gets a row of its own. Told by what transformers says of the
+    and would carry one sample into the next, so each sample gets a row of its own, padded. Told by what transformers says of the
     class, by what its file calls, or by the kinds of layer in its config (`other_layers`).
     """
     classes = {type(module) for module in model.modules()}
@@ -590,28 +630,28 @@ class Policy(nn.Module):
 
     def forward(
         self,
-        input_ids: torch.Tensor,  # (1, T)
-        position_ids: torch.Tensor,  # (1, T)
-        layout: torch.Tensor,  # (1, 1, 2, T)
+        input_ids: torch.Tensor,  # (R, T)
+        position_ids: torch.Tensor,  # (R, T)
+        layout: torch.Tensor,  # (1, 1, 2, R·T)
         sources: torch.Tensor,  # (U,)
         targets: torch.Tensor,  # (U,)
         temperature: float,
-        experts: torch.Tensor | None,  # (layers, T, k)
+        experts: torch.Tensor | None,  # (layers, R·T, k)
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs of the targets at `temperature`, and the entropy of the distributions they came from; both (U,)."""
         for layer, replay in self.replays.items():  # stays for the backward too, which may compute the block again
-            replay.choice = None if experts is None else experts[layer].long()  # (T, k)
+            replay.choice = None if experts is None else experts[layer].long()  # (R·T, k)
         base = self.model.get_base_model()
         config = base.config.get_text_config()
         mask = layout.view_as(layout)  # its own tensor: what attention notes on it goes with this forward's graph
         hidden = base.base_model(
             input_ids=input_ids, position_ids=position_ids, attention_mask=mask, use_cache=False
-        ).last_hidden_state  # (1, T, H)
+        ).last_hidden_state  # (R, T, H)
         head = base.get_output_embeddings()
         weight = model_nvfp4.dense_weight(head, hidden.dtype)  # (V, H)
         multiplier = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
         softcap = getattr(config, "final_logit_softcapping", None)
-        picked = hidden[0, sources]  # (U, H)
+        picked = hidden.flatten(0, 1)[sources]  # (U, H)
         return TokenLogprobs.apply(picked, weight, head.bias, targets, temperature, multiplier, softcap)
 
 
@@ -701,14 +741,12 @@ def parity_probe(
                 seeds = list(range(len(prompts)))
                 samples = generate(engine, prompts, seeds, max_tokens=max_tokens, temperature=1.0, use_adapter=True)
             segments = [Segment(s.prompt_ids, [(s.completion_ids, s.logprobs, 1.0)]) for s in samples]
-            rows = [[segment] for segment in segments] if policy.sample_a_row else [segments]
-            batches, gaps = [pack(row).to(device) for row in rows], []
+            batch, gaps = pack(segments, policy.sample_a_row).to(device), []
             for tensors in (perturbed, adapter):
                 model_nvfp4.load_lora_state_dict(policy, tensors)
                 with torch.no_grad():
-                    logprobs = torch.cat([token_logprobs(policy, batch, 1.0)[0] for batch in batches])  # (S,)
-                sampler_logprobs = torch.cat([batch.sampler_logprobs for batch in batches])  # (S,)
-                gaps.append(gap_stats(logprobs, sampler_logprobs)["gap"].item() / len(logprobs))
+                    logprobs, _ = token_logprobs(policy, batch, 1.0)  # (S,)
+                gaps.append(gap_stats(logprobs, batch.sampler_logprobs)["gap"].item() / len(logprobs))
             shared = torch.tensor(gaps)  # (2,)
             dist.all_reduce(shared, op=dist.ReduceOp.MAX)  # a rounding must not send the ranks different ways
             results[kind] = used, without = shared.tolist()
@@ -1381,9 +1419,10 @@ def main() -> None:
     targets = {"lora_targets": args.lora_targets, "lora_experts": args.lora_experts}
     model = model_nvfp4.build_model(args.model, **lora, **targets, attn_implementation="grouped")
     policy = Policy(model, args.replay_experts)
-    row_tokens = 0 if policy.sample_a_row else args.max_tokens
+    deal, segment_tokens = balance, args.max_tokens
     if policy.sample_a_row:
-        say("layers of this model carry a state along the row: each sample gets its own, and no prompt is shared")
+        deal, segment_tokens = balance_padded, 0
+        say("layers of this model carry a state along the row: each sample gets a padded row, and no prompt is shared")
     model_nvfp4.shard(policy, activation_checkpointing=args.activation_checkpointing)
     model_nvfp4.load_weights(policy, args.model, seed=args.seed)
     policy.eval()  # no dropout: the ratio compares two forwards of the same network
@@ -1484,14 +1523,15 @@ def main() -> None:
             advantages = group_advantages(rewards, args.advantage_scale)  # (groups, G)
             if args.refill:  # replaced groups stay out, also where the shaping has given them a spread
                 masked = [m or not live for m, live in zip(masked, has_spread(unshaped).expand(-1, G).flatten())]
-            segments = make_segments(samples, advantages, row_tokens, masked, keep_all=args.kl_coef > 0)
+            segments = make_segments(samples, advantages, segment_tokens, masked, keep_all=args.kl_coef > 0)
             # Counted over all ranks: one denominator, however rows are dealt out.
             trained = sum(len(ids) for s in segments for ids, _, _ in s.completions)
             sampled = sum(len(s.completion_ids) for s, m in zip(samples, masked) if not m)
             denominator = loss_denominator(args.loss, trained, sampled, P * G, args.completion_tokens)
             denominator /= args.minibatches
             chunks = [segments[part :: args.minibatches] for part in range(args.minibatches)]
-            batches = [[pack(row).to(device) for row in balance(c, world, row_tokens)[rank]] for c in chunks]
+            dealt = [deal(chunk, world, args.max_tokens)[rank] for chunk in chunks]
+            batches = [[pack(row, policy.sample_a_row).to(device) for row in rows] for rows in dealt]
             annotate(policy, [batch for rows in batches for batch in rows], args.temperature, **extra_forwards)
             lr = learning_rate(args.lr, step, args.steps, args.warmup, args.schedule)
             for group in optimizer.param_groups:

@@ -4,6 +4,7 @@
     python tests/benchmarks/bench_step.py --run runs/NAME --step 12     # those of a step of the embedded job
     python tests/benchmarks/bench_step.py --memory ours|naive [--samples 8]   # peak of rows of 2048 tokens, one side a process;
                                      # ours in micro-batches of --max-tokens (8192), the naive side in one of all rows
+    python tests/benchmarks/bench_step.py --recurrent   # a random Qwen3-Next: padded micro-batches against a forward a sample
 
 Both sides train the same samples of the embedded task on the same NVFP4 weights and must give the same gradient.
 """
@@ -54,10 +55,11 @@ def build(model_dir: str, policy_class: type, attention: str) -> nn.Module:
 
 
 def train_ours(policy: nn.Module, samples: list[Sample], advantages: torch.Tensor, max_tokens: int = 8192) -> None:
-    segments = train_grpo.make_segments(samples, advantages, max_tokens)
+    deal, length = (train_grpo.balance_padded, 0) if policy.sample_a_row else (train_grpo.balance, max_tokens)
+    segments = train_grpo.make_segments(samples, advantages, length)
     num_tokens = sum(len(s.completion_ids) for s in samples)
-    for row in train_grpo.balance(segments, 1, max_tokens)[0]:
-        batch = train_grpo.pack(row)
+    for row in deal(segments, 1, max_tokens)[0]:
+        batch = train_grpo.pack(row, policy.sample_a_row)
         logprobs, _ = train_grpo.token_logprobs(policy, batch, 1.0)
         train_grpo.policy_loss(logprobs, logprobs.detach(), batch.advantages, batch.samples, num_tokens)[0].backward()
 
@@ -100,6 +102,34 @@ def matmul_floor(policy: nn.Module, samples: list[Sample], advantages: torch.Ten
     return statistics.median(seconds[1:])
 
 
+def compare_recurrent(samples: list[Sample], advantages: torch.Tensor, rounds: int) -> None:
+    """A linear-attention model of 7 M parameters in fp32: the step with and without company in a micro-batch."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, Qwen3NextConfig
+
+    config = Qwen3NextConfig(
+        vocab_size=49152, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32,
+        linear_value_head_dim=32, mlp_only_layers=[0, 1, 2, 3], tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="grouped").float()
+    policy = train_grpo.Policy(get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))).eval()
+    gradients, seconds = {}, {1: [], 8192: []}
+    for turn in range(rounds + 1):
+        for budget in seconds:
+            policy.zero_grad()
+            start = time.perf_counter()
+            train_ours(policy, samples, advantages, max_tokens=budget)
+            seconds[budget] += [time.perf_counter() - start] * bool(turn)  # the first round warms up
+            gradients[budget] = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+    for budget, values in seconds.items():
+        print(f"micro-batches of at most {budget} tokens {statistics.median(values):6.2f} s")
+    print(f"a sample each / ours {statistics.median(a / b for a, b in zip(*seconds.values())):.2f}")
+    difference = (gradients[1] - gradients[8192]).norm() / gradients[1].norm()
+    print(f"gradients differ by {difference.item():.1e} relative (fp32)")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="models/SmolLM2-135M-Instruct-NVFP4")
@@ -107,6 +137,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--run", type=Path, help="a run folder of the embedded job, whose completions to train on")
     parser.add_argument("--step", type=int, default=12, help="the step of that run")
+    parser.add_argument(
+        "--recurrent", action="store_true", help="a model with a state along the row, which shares nothing"
+    )
     parser.add_argument("--memory", choices=["ours", "naive"])
     parser.add_argument(
         "--samples", type=int, default=8, help="rows with --memory; fewer where the naive side does not fit"
@@ -159,6 +192,9 @@ def main() -> None:
         told = [(prompts[i // 8], words(n)) for i, n in enumerate(lengths)]
         advantages = torch.randn(args.groups, 8, generator=torch.Generator().manual_seed(1))  # (groups, 8)
     samples = [Sample(prompt, ids, [-9.0] * len(ids), "", "stop", 0) for prompt, ids in told]
+    if args.recurrent:
+        compare_recurrent(samples, advantages, args.rounds)
+        return
     sides = {
         "ours": (build(args.model, train_grpo.Policy, "grouped"), train_ours),
         "naive": (build(args.model, NaivePolicy, "sdpa"), train_naive),
