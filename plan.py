@@ -680,15 +680,17 @@ def largest_micro_batch(m: Model, run: Run) -> int:
 # Wire and time of a step
 
 
-def step_tokens(run: Run) -> int:
+def step_tokens(m: Model, run: Run) -> int:
     """Tokens that all ranks train on: P·(prompt + G·completion), since a group's prompt is computed once; what else
-    the samples share (examples in all prompts, the first words of answers) is counted each time."""
-    return run.prompts * (run.prompt_tokens + run.group_size * run.completion_tokens)
+    the samples share (examples in all prompts, the first words of answers) is counted each time. Samples of a model
+    with linear attention share nothing: P·G·(prompt + completion)."""
+    alone = any(w.name.endswith("conv1d") for w in m.parts)
+    return run.prompts * (run.prompt_tokens * (run.group_size if alone else 1) + run.group_size * run.completion_tokens)
 
 
-def micro_batches(run: Run) -> int:
+def micro_batches(m: Model, run: Run) -> int:
     """Forward and backward passes of a rank in a step."""
-    return math.ceil(step_tokens(run) / (run.gpus * run.max_tokens))
+    return math.ceil(step_tokens(m, run) / (run.gpus * run.max_tokens))
 
 
 def wire_bytes(m: Model, run: Run) -> dict[str, float]:
@@ -699,7 +701,7 @@ def wire_bytes(m: Model, run: Run) -> dict[str, float]:
     once = outside * (2 * m.bytes - m.bytes_of(lambda w: w.layer < 0))
     return {
         "weights, per micro-batch": once,
-        "weights, per step": once * micro_batches(run),
+        "weights, per step": once * micro_batches(m, run),
         "LoRA gradients, per step": 4 * adapter * (outside + (2 / run.shard_size if run.gpus > run.shard_size else 0)),
         "adapter to every rank, per step": 4 * adapter * outside,
     }
@@ -743,8 +745,8 @@ def step_seconds(m: Model, run: Run, fitting: float) -> dict[str, float]:
     passes = 3 if run.activation_checkpointing else 2
     per_token = 2 * multiplied + attention_flops(m, run.prompt_tokens + run.completion_tokens)
     packed = sum(w.size for w, name in zip(m.parts, m.formats) if name != "bf16" and w.layer >= 0)
-    multiplying = passes * per_token * step_tokens(run) / run.gpus / flops
-    dequantizing = passes * 4.56 * packed * micro_batches(run) / bandwidth
+    multiplying = passes * per_token * step_tokens(m, run) / run.gpus / flops
+    dequantizing = passes * 4.56 * packed * micro_batches(m, run) / bandwidth
     gathering = wire_bytes(m, run)["weights, per step"] / link
     phases = {
         "wake and sleep": 2 * engine_weight_bytes(m, run.tp) / host_link if run.sleep == "level1" else 0.0,
@@ -828,7 +830,7 @@ def plan(config: dict[str, Any], **flags: Any) -> dict[str, Any]:
         "sequences_at_context": int(generate["KV cache"] / kv_cache_bytes(m, run.tp, run.context)),
         "sequences_at_mean_length": int(fitting),
         "largest_max_tokens": largest_micro_batch(m, run),
-        "micro_batches": micro_batches(run),
+        "micro_batches": micro_batches(m, run),
         "wire": wire_bytes(m, run),
         "seconds": step_seconds(m, run, fitting),
         "assumptions": ASSUMED | {f"{run.gpu}: {name}": value for name, value in DEVICES[run.gpu]._asdict().items()},

@@ -176,6 +176,12 @@ def test_published_cache_sizes():
         assert kv_cache_bytes(m, 16, 1000) == pytest.approx(1000 * per_token / split)
 
 
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+
+
 def test_cache_of_sliding_shared_and_linear_layers():
     window = TINY | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 100}
     per_token = 2 * 2 * 16 * 2  # k and v of two heads of 16, bf16
@@ -183,12 +189,8 @@ def test_cache_of_sliding_shared_and_linear_layers():
     assert kv_cache_bytes(read_model(TINY | {"num_kv_shared_layers": 1}), 1, 1000) == per_token * 1000
     packed = TINY | {"quantization_config": {"quant_method": "fp8", "kv_cache_scheme": {"num_bits": 8}}}
     assert kv_cache_bytes(read_model(packed), 1, 1000) == per_token * 1000  # two layers at one byte
-    linear = window | {
-        "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2,
-        "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4,
-    }  # fmt: skip
     state = 4 * 4 * 16 * 16 + 2 * 4 * (2 * 32 + 64)  # fp32 state, bf16 convolution window
-    assert kv_cache_bytes(read_model(linear), 1, 1000) == per_token * 1000 + state
+    assert kv_cache_bytes(read_model(window | LINEAR), 1, 1000) == per_token * 1000 + state
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -512,7 +514,8 @@ def test_more_shards_and_wider_engines_need_less_per_rank():
 
 def test_tokens_of_a_step_are_shared_out():
     run = complete(Run(gpus=4, gpu_memory=80, prompts=16, group_size=8, prompt_tokens=100, completion_tokens=1000))
-    assert micro_batches(run) == -(-16 * (100 + 8 * 1000) // (4 * 16384))
+    assert micro_batches(read_model(TINY), run) == -(-16 * (100 + 8 * 1000) // (4 * 16384))
+    assert micro_batches(read_model(TINY | LINEAR), run) == -(-16 * 8 * (100 + 1000) // (4 * 16384))  # nothing shared
 
 
 @pytest.mark.parametrize(
