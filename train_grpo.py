@@ -17,6 +17,7 @@ What we left out of the papers, and why:
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import faulthandler
 import json
 import math
@@ -30,11 +31,12 @@ import zlib
 from bisect import bisect_left
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -619,6 +621,46 @@ def has_state(model: nn.Module) -> bool:
     return calls or stateful or bool(model_nvfp4.other_layers(model.config))
 
 
+@torch.no_grad()
+def head_scale(base: nn.Module, output: Any, **inputs: Any) -> tuple[float, float | None]:
+    """(multiplier, soft cap) between the head's product with the hidden states and the logits, by the model's own `forward`.
+
+    Configs have many names for them, and what divides in one class multiplies in the next. So the class is asked: its decoder
+    returns hidden states that we know (in `output`, what it has just said), its head known numbers from 2⁻¹⁰ to 2²⁰, and its
+    `forward` does to `inputs` what it does. Powers of two, because no cast to another type rounds them.
+    Raises UserError when the logits are not cap · tanh(multiplier · product / cap).
+    """
+    head, device = base.get_output_embeddings(), output.last_hidden_state.device
+    width = output.last_hidden_state.shape[-1]
+    hidden = 2.0 ** (torch.arange(width, device=device) % 5).double()  # (H,)
+    hidden = torch.stack([hidden, 4 * hidden])[None]  # (1, 2, H): a norm would make them alike
+    product = 2.0 ** torch.arange(-10, 21, device=device).double()  # (31,)
+    known, entered = dataclasses.replace(output, last_hidden_state=hidden), []
+
+    def known_product(x: torch.Tensor) -> torch.Tensor:
+        entered.append(x.double() / hidden if x.shape == hidden.shape else math.nan * hidden)  # (1, 2, H)
+        return product.expand(*hidden.shape[:2], -1)  # (1, 2, 31)
+
+    with ExitStack() as patched:
+        for decoder in (base.base_model, base.get_decoder()):  # one in most classes; OPT calls the inner one
+            patched.enter_context(patch.object(decoder, "forward", lambda *_, **__: known))
+        patched.enter_context(patch.object(head, "forward", known_product))
+        logits = base(**inputs).logits[0, 0].double()  # (31,)
+    before, first, last = entered[0][0, 0, 0].item(), logits[0].item(), logits[-1].item()
+    softcap = None if math.isclose(last, first * 2**30, rel_tol=1e-6) else last
+    multiplier = 2**10 * (first if softcap is None else softcap * math.atanh(first / softcap))
+    expected = multiplier * product  # (31,)
+    if softcap is not None:
+        expected = softcap * torch.tanh(expected / softcap)  # (31,)
+    alike = (entered[0] / before - 1).abs().max() < 1e-6 and (logits / expected - 1).abs().max() < 1e-6
+    if not alike or len(entered) > 1 or (before != 1 and head.bias is not None):
+        raise UserError(
+            f"{type(base).__name__} makes its logits in a way of its own, not cap · tanh(multiplier · product / cap), which is all "
+            f"that TokenLogprobs in train_grpo.py does (products of 1 and 1024 with the head gave {logits[10]:g}, {logits[20]:g})."
+        )
+    return before * multiplier, softcap
+
+
 class Policy(nn.Module):
     """The FSDP root: what gets called is the root, so that gathers and gradient reductions really happen."""
 
@@ -627,6 +669,7 @@ class Policy(nn.Module):
         self.model = model
         self.replays = model_nvfp4.replay_routers(model.get_base_model()) if replay_experts else {}
         self.sample_a_row = has_state(model.get_base_model())
+        self.scale: tuple[float, float | None] | None = None  # of the logits, known after the first forward
 
     def forward(
         self,
@@ -642,17 +685,15 @@ class Policy(nn.Module):
         for layer, replay in self.replays.items():  # stays for the backward too, which may compute the block again
             replay.choice = None if experts is None else experts[layer].long()  # (R·T, k)
         base = self.model.get_base_model()
-        config = base.config.get_text_config()
         mask = layout.view_as(layout)  # its own tensor: what attention notes on it goes with this forward's graph
-        hidden = base.base_model(
-            input_ids=input_ids, position_ids=position_ids, attention_mask=mask, use_cache=False
-        ).last_hidden_state  # (R, T, H)
+        inputs = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
+        output = base.base_model(attention_mask=mask, **inputs)
+        if self.scale is None:
+            self.scale = head_scale(base, output, **inputs)
         head = base.get_output_embeddings()
-        weight = model_nvfp4.dense_weight(head, hidden.dtype)  # (V, H)
-        multiplier = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
-        softcap = getattr(config, "final_logit_softcapping", None)
-        picked = hidden.flatten(0, 1)[sources]  # (U, H)
-        return TokenLogprobs.apply(picked, weight, head.bias, targets, temperature, multiplier, softcap)
+        weight = model_nvfp4.dense_weight(head, output.last_hidden_state.dtype)  # (V, H)
+        picked = output.last_hidden_state.flatten(0, 1)[sources]  # (U, H)
+        return TokenLogprobs.apply(picked, weight, head.bias, targets, temperature, *self.scale)
 
 
 def token_logprobs(policy: nn.Module, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_model_nvfp4_models import ARCHITECTURES, SIZES, quantized, tiny_checkpoint
+from test_model_nvfp4_models import ARCHITECTURES, MLA, SIZES, quantized, tiny_checkpoint
 
 import train_grpo
 from model_nvfp4 import UserError
@@ -607,25 +607,39 @@ def test_shared_prompts_give_the_gradients_of_separate_rows(tiny_model, shared):
         torch.testing.assert_close(parameter.grad, trained[name].grad, atol=2e-5, rtol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("name", ["Qwen3Next", "Lfm2"])  # linear attention, short convolutions
-def test_no_state_runs_from_one_sample_into_the_next(name):
-    """Such models get a padded row a sample; the reference is transformers' own forward and backward of each sample alone."""
+def trainer_and_reference(name: str, **config):
+    """A random model of the class `name` in fp32 twice: with our attention, and as transformers runs it."""
     import transformers
 
     train_grpo.register_attention()
     models = []
     for implementation in ("grouped", "eager"):
         torch.manual_seed(0)
-        config = getattr(transformers, f"{name}Config")(**SIZES | ARCHITECTURES[name])
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+        settings = getattr(transformers, f"{name}Config")(**SIZES | config)
+        model = transformers.AutoModelForCausalLM.from_config(settings, attn_implementation=implementation)
         models.append(model.float().eval())
-    ours, theirs = models
-    theirs.load_state_dict(ours.state_dict())
+    models[1].load_state_dict(models[0].state_dict())
+    return models
+
+
+def reference_logprobs(model, prompt: list[int], completion: list[int]) -> torch.Tensor:
+    """(tokens,) of the completion, by the model's own forward of this sample alone."""
+    logits = model(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits[0]  # (T, V)
+    table = F.log_softmax(logits[len(prompt) - 1 : -1], -1)  # (tokens, V)
+    return table.gather(1, torch.tensor(completion)[:, None])[:, 0]
+
+
+def some_samples(*lengths: int) -> list[Sample]:
     generator = torch.Generator().manual_seed(1)
-    prompt = torch.randint(2, 97, (8,), generator=generator).tolist()
-    said = [torch.randint(2, 97, (length,), generator=generator).tolist() for length in (9, 3, 17, 8)]
-    samples = [Sample(prompt, completion, [0.0] * len(completion), "", "stop", 0) for completion in said]
-    advantages = torch.tensor([[1.0, 0.5, -1.0, -0.5]])  # (1, 4)
+    prompt, *said = (torch.randint(2, 97, (length,), generator=generator).tolist() for length in (8, *lengths))
+    return [Sample(prompt, completion, [0.0] * len(completion), "", "stop", 0) for completion in said]
+
+
+@pytest.mark.parametrize("name", ["Qwen3Next", "Lfm2"])  # linear attention, short convolutions
+def test_no_state_runs_from_one_sample_into_the_next(name):
+    """Such models get a padded row a sample; the reference is transformers' own forward and backward of each sample alone."""
+    ours, theirs = trainer_and_reference(name, **ARCHITECTURES[name])
+    samples, advantages = some_samples(9, 3, 17, 8), torch.tensor([[1.0, 0.5, -1.0, -0.5]])
     policy = train_grpo.Policy(SimpleNamespace(get_base_model=lambda: ours))
     assert policy.sample_a_row
     (dealt,) = balance_padded(make_segments(samples, advantages, 0), 1, 50)
@@ -636,10 +650,8 @@ def test_no_state_runs_from_one_sample_into_the_next(name):
         logprobs, _ = train_grpo.token_logprobs(policy, batch, 1.0)  # (S,)
         (logprobs * batch.advantages).sum().backward()
         told |= {a.item(): logprobs[batch.advantages == a].detach() for a in batch.advantages.unique()}
-    for completion, advantage in zip(said, advantages[0].tolist()):
-        logits = theirs(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits[0]  # (8 + tokens, V)
-        table = F.log_softmax(logits[7:-1], -1)  # (tokens, V)
-        logprobs = table.gather(1, torch.tensor(completion)[:, None])[:, 0]  # (tokens,)
+    for sample, advantage in zip(samples, advantages[0].tolist()):
+        logprobs = reference_logprobs(theirs, sample.prompt_ids, sample.completion_ids)  # (tokens,)
         (logprobs * advantage).sum().backward()
         expected[advantage] = logprobs.detach()
     torch.testing.assert_close(told, expected, atol=1e-5, rtol=1e-5)
@@ -648,6 +660,60 @@ def test_no_state_runs_from_one_sample_into_the_next(name):
         if not {"lm_head", "embed_tokens"} & set(parameter_name.split(".")):  # frozen by design; one in LFM2
             grad = trained[parameter_name].grad
             torch.testing.assert_close(parameter.grad, grad, atol=2e-5, rtol=1e-4, msg=parameter_name)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "expected"),
+    [
+        ("Llama", {}, (1, None)),
+        ("Granite", {"logits_scaling": 8.0}, (1 / 8, None)),  # divides
+        ("HyperCLOVAX", {"logits_scaling": 8.0}, (8, None)),  # multiplies
+        ("MiniCPM3", MLA | {"dim_model_base": 16}, (16 / 64, None)),  # before the head, by the hidden size
+        ("Cohere", {"logit_scale": 0.0625}, (0.0625, None)),
+        (
+            "FalconH1",
+            {"mamba_d_ssm": 128, "mamba_d_head": 16, "mamba_n_heads": 8, "lm_head_multiplier": 0.3},
+            (0.3, None),
+        ),
+        ("Gemma2", {"final_logit_softcapping": 0.5}, (1, 0.5)),
+        (
+            "RecurrentGemma",
+            {"lru_width": 64, "block_types": ("recurrent", "attention"), "logits_soft_cap": 0.5},
+            (1, 0.5),
+        ),
+        ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64}, (1, None)),  # calls an inner decoder
+    ],
+)
+def test_logits_are_scaled_as_the_model_does_it(name, config, expected):
+    """Whatever its config calls that. The reference is transformers' own forward of each sample."""
+    ours, theirs = trainer_and_reference(name, **config)
+    samples = some_samples(9, 3)
+    policy = train_grpo.Policy(SimpleNamespace(get_base_model=lambda: ours))
+    with torch.no_grad():
+        for sample in samples:
+            batch = pack([Segment(sample.prompt_ids, [(sample.completion_ids, sample.logprobs, 1.0)])])
+            logprobs, _ = train_grpo.token_logprobs(policy, batch, 1.0)  # (S,)
+            reference = reference_logprobs(theirs, sample.prompt_ids, sample.completion_ids)  # (S,)
+            torch.testing.assert_close(logprobs, reference, atol=1e-5, rtol=1e-5)
+    assert policy.scale == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda logits: logits**2, lambda logits: logits.clamp(-30, 30), lambda logits: logits + 1]
+)
+def test_logits_made_in_another_way_are_refused(monkeypatch, change):
+    ours, _ = trainer_and_reference("Llama")
+    forward = type(ours).forward
+
+    def changed(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        output.logits = change(output.logits)
+        return output
+
+    monkeypatch.setattr(type(ours), "forward", changed)
+    policy = train_grpo.Policy(SimpleNamespace(get_base_model=lambda: ours))
+    with pytest.raises(UserError, match="LlamaForCausalLM makes its logits in a way of its own"):
+        train_grpo.token_logprobs(policy, pack([Segment([5, 6], [([7, 1], [-5.0, -5.0], 1.0)])]), 1.0)
 
 
 def test_models_of_attention_alone_share_rows(tiny_model):
