@@ -36,6 +36,7 @@ import os
 import re
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
@@ -350,9 +351,13 @@ def summarize(records: list[dict[str, Any]]) -> dict[str, Any]:
     tokens = np.array([record["tokens"] for record in records])  # (n k,)
     correct = np.array([record["correct"] for record in records])  # (n k,)
     truncated = [record for record in records if record["finish_reason"] == "length"]
+    rewards = {}
+    if "reward" in records[0]:
+        paid = np.array([[record["reward"] for record in group] for group in groups.values()]).mean(1)  # (n,)
+        rewards = {"reward": float(paid.mean()), "reward_se": standard_error(paid)}
     exams = {exam: [exam_of(name) == exam for name in groups] for exam in ("I", "II")}
     return {
-        "problems": n, "k": k, "samples": n * k,
+        "problems": n, "k": k, "samples": n * k, **rewards,
         "avg": float(p.mean()), "avg_low": low, "avg_high": high, "interval": kind,
         "avg_se": standard_error(p),
         "avg_se_sampling": math.sqrt(sampling_variance(p, k)) if k > 1 else None,
@@ -391,13 +396,14 @@ def evaluate(
     settings: dict[str, Any] | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
     stop: list[str] | None = None,
+    own_reward: Callable[[str, str], float] | None = None,
 ) -> dict[str, Any]:
     """k samples of every problem, graded and summarized. Collective: every rank calls it and returns the same report.
 
     Call inside `with awake(engine)`, after `push_adapter` when `use_adapter`. With `samples_path` (in a folder that all
     ranks see) each rank appends its samples to its own part file as they finish; a later call with the same settings,
     on any number of ranks, draws only what is missing. `settings` is whatever else the report should state (model,
-    adapter …); resuming compares it too.
+    adapter …); resuming compares it too. With `own_reward(completion, reference)` the report has its mean as well.
     """
     import torch.distributed as dist
     from tqdm import tqdm
@@ -448,6 +454,8 @@ def evaluate(
                 "correct": verdict.equal and sample.finish_reason != "length",
                 "finish_reason": sample.finish_reason, "tokens": len(sample.completion_ids),
             }  # fmt: skip
+            if own_reward:
+                record["reward"] = own_reward(sample.text, problems[i].answer)
             drawn.append(record)
             part.write(json.dumps(record | {"text": sample.text}, ensure_ascii=False) + "\n")
             tally[record["correct"]] += 1
@@ -466,9 +474,30 @@ def evaluate(
         key = (record["problem"], record["sample"])
         assert key not in records, f"sample {key} was drawn twice"
         records[key] = record
+        if own_reward:  # here, where all ranks see it
+            check_own_reward(record["reward"], f"sample {key[1]} of problem {key[0]}", record["reference"])
     if samples_path and rank == 0:
         merge_parts(Path(samples_path))
     return summarize([records[problems[i].id, number] for i, number in wanted]) | {"settings": settings}
+
+
+def load_own_reward(spec: str) -> Callable[[str, str], float]:
+    """The user's reward function; a wrong path is a user's mistake."""
+    from reward import load_reward
+
+    try:
+        return load_reward(spec)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def check_own_reward(value: Any, what: str, reference: str) -> None:
+    """UserError unless it is a finite number: NaN would make every advantage of its group NaN, and the mean of a report."""
+    if value is None or not math.isfinite(value):
+        raise UserError(
+            f"--reward gave {value!r} for {what} against {reference!r}; it must return a finite number, such as 0 for what it "
+            f"cannot judge."
+        )
 
 
 def digest_of(data: bytes) -> str:
@@ -537,6 +566,11 @@ def replace_text(path: Path, text: str) -> None:
 # The report
 
 
+def error_of(report: dict[str, Any], name: str) -> str:
+    """The standard error over problems, which a single one does not give."""
+    return "" if report[f"{name}_se"] is None else f" ± {report[f'{name}_se']:.3f}"
+
+
 def percent(fraction: float | None) -> str:
     return "–" if fraction is None else f"{100 * fraction:.1f}"
 
@@ -552,6 +586,7 @@ def format_report(report: dict[str, Any]) -> str:
         f"avg@{k}": f"{percent(r['avg'])} % · 95 % interval {percent(r['avg_low'])} to {percent(r['avg_high'])} "
         f"({r['interval']}) · SE over {r['problems']} problems {percent(r['avg_se'])} · SE over sampling "
         f"{percent(r['avg_se_sampling'])}",
+        **({"reward": f"{r['reward']:.3f} by --reward{error_of(r, 'reward')}"} if "reward" in r else {}),
         "pass@j": " · ".join(f"{j}: {percent(v)}" for j, v in r["pass"].items() if int(j) in (1, 2, 4, 8, 16, 32, k)),
         f"maj@{k}": f"{percent(r['maj'])} %",
         "counts": f"{r['problems_solved']} of {r['problems']} problems ever solved · "
@@ -768,6 +803,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--prompt-key", default="problem", help="field of a row with the question")
     add("--answer-key", default="answer", help="field of a row with the reference answer")
     add("--split", default="train", help="of a Hub name that is no named benchmark")
+    add("--reward", help="path.py:function(completion, reference) -> float, whose mean is reported beside the accuracy")
     add("--prompt-template", default=TEMPLATE, help="the user message; {problem} is replaced")
     add("--chat-template-kwargs", type=json.loads, default={}, help='JSON, such as {"enable_thinking": false}')
 
@@ -817,7 +853,9 @@ def run(args: argparse.Namespace) -> None:
     import reward
     import rollout
 
-    unreadable = reward.unreadable_references([problem.answer for problem in problems])
+    own_reward = load_own_reward(args.reward) if args.reward else None
+    # One's own reward function reads its references itself.
+    unreadable = [] if own_reward else reward.unreadable_references([problem.answer for problem in problems])
     if unreadable:
         first = problems[unreadable[0]]
         raise UserError(f"{len(unreadable)} unreadable reference answers, the first is {first.answer!r} of {first.id}.")
@@ -855,12 +893,14 @@ def run(args: argparse.Namespace) -> None:
             engine, tokenizer, problems,
             k=args.k, temperature=args.temperature, top_p=args.top_p, max_tokens=max_tokens, seed=args.seed,
             template=args.prompt_template, chat_template_kwargs=args.chat_template_kwargs,
-            use_adapter=bool(args.adapter), samples_path=args.out / "samples.jsonl",
+            use_adapter=bool(args.adapter), samples_path=args.out / "samples.jsonl", own_reward=own_reward,
             settings={
                 "benchmark": args.benchmark, "model": str(args.model),
                 "adapter": args.adapter and str(args.adapter),
                 "adapter_hash": args.adapter and digest_of((args.adapter / "adapter_model.safetensors").read_bytes()),
                 "engine_args": engine_args,
+                "reward": args.reward,
+                "reward_hash": args.reward and digest_of(Path(args.reward.rpartition(":")[0]).read_bytes()),
             },
         )  # fmt: skip
     if not dist.is_initialized() or dist.get_rank() == 0:

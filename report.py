@@ -226,7 +226,8 @@ def memory_gib() -> float:
 
 
 def plot_curves(runs: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]], path: Path) -> None:
-    """Six small plots of {name: (metrics, evaluations)}: reward, held-out accuracy, length, gap, gradient norm, seconds."""
+    """Six small plots of {name: (metrics, evaluations)}: reward, held-out accuracy (or the mean of one's own reward), length,
+    gap, gradient norm, seconds."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -239,15 +240,18 @@ def plot_curves(runs: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]
         "gap": ("|Δlogp| trainer − engine (nats)", axes[1, 0]),
         "grad_norm": ("gradient norm", axes[1, 1]),
     }
+    judgements = [e for _, evaluations in runs.values() for e in evaluations]
+    judged = "reward" if judgements and all("reward" in e for e in judgements) else "avg"
     for run, (metrics, evaluations) in runs.items():
         steps = [m["step"] for m in metrics]
         for name, (title, axis) in curves.items():
             axis.plot(steps, [m[name] for m in metrics], marker=".", label=run)
             axis.set_title(title)
-        accuracies, errors = [e["avg"] for e in evaluations], [e["avg_se"] or 0.0 for e in evaluations]
-        axes[0, 1].errorbar([e["step"] for e in evaluations], accuracies, yerr=errors, marker="o", label=run)
-    axes[0, 1].set_title("held-out accuracy (± standard error)")
-    axes[0, 1].set_ylim(0, 1)
+        means, errors = [e[judged] for e in evaluations], [e[f"{judged}_se"] or 0.0 for e in evaluations]
+        axes[0, 1].errorbar([e["step"] for e in evaluations], means, yerr=errors, marker="o", label=run)
+    axes[0, 1].set_title(f"held-out {'reward' if judged == 'reward' else 'accuracy'} (± standard error)")
+    if judged == "avg":
+        axes[0, 1].set_ylim(0, 1)
     if len(runs) == 1:
         phases = sorted({phase for m in metrics for phase in m["seconds"]})
         axes[1, 2].stackplot(
@@ -339,9 +343,11 @@ def report_failure(error: Exception, seconds_for_the_first: float = 5.0) -> int:
 
 
 def outcome(evaluations: list[dict[str, Any]]) -> str:
-    """The line that counts: `before .07 → after .71 (64 problems × 8 samples)`."""
-    first, last = (f"{evaluation['avg']:.2f}".removeprefix("0") for evaluation in (evaluations[0], evaluations[-1]))
-    return f"before {first} → after {last} ({evaluations[-1]['problems']} problems × {evaluations[-1]['k']} samples)"
+    """The line that counts: `before .07 → after .71 (64 problems × 8 samples)`; of rewards where --reward gave them."""
+    name = "reward" if "reward" in evaluations[-1] else "avg"
+    first, last = (f"{evaluation[name]:.2f}".removeprefix("0") for evaluation in (evaluations[0], evaluations[-1]))
+    numbers = f"{evaluations[-1]['problems']} problems × {evaluations[-1]['k']} samples"
+    return f"before {first} → after {last} ({'mean reward, ' if name == 'reward' else ''}{numbers})"
 
 
 def summary(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> str:

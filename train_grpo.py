@@ -52,7 +52,17 @@ import model_nvfp4
 import report
 import reward as grader
 import rollout
-from eval_aime import Problem, conversation, evaluate, read_problems, sample_seed
+from eval_aime import (
+    BENCHMARKS,
+    Problem,
+    check_own_reward,
+    conversation,
+    error_of,
+    evaluate,
+    load_own_reward,
+    read_problems,
+    sample_seed,
+)
 from model_nvfp4 import UserError
 from rollout import Sample, awake, generate, push_adapter
 
@@ -193,11 +203,7 @@ def score_together(
     dist.all_gather_object(parts, list(zip(verdicts, values)))
     judged = [parts[index % world][index // world] for index in range(len(samples))]
     for sample, reference, (_, value) in zip(samples, references, judged):
-        if value is None or not math.isfinite(value):
-            raise UserError(
-                f"--reward gave {value!r} for {sample.text[-60:]!r} against {reference!r}; it must return a finite number, such "
-                f"as 0 for what it cannot judge."
-            )
+        check_own_reward(value, repr(sample.text[-60:]), reference)
     return [verdict for verdict, _ in judged], [float(value) for _, value in judged]
 
 
@@ -1121,7 +1127,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--overlong-buffer", type=int, default=0, help="DAPO: penalise the last tokens before the limit (off)")
     add("--format-bonus", type=float, default=0.0, help="paid for any readable box; invites boxing guesses")
     add("--reward",
-        help="path.py:function(completion, reference) -> float instead of reward.py, which still judges held-out problems")
+        help="path.py:function(completion, reference) -> float instead of reward.py, also on held-out problems")
     add("--kl-coef", type=float, default=0.0, help="pull towards the base; costs one more forward")
     add("--old-logprobs", choices=["sampler", "trainer"], default="sampler",
         help="the ratio's denominator; trainer costs a forward, for several --minibatches or an engine far off")
@@ -1235,27 +1241,19 @@ def longest_context(model_dir: str, prompt_ids: dict[str, list[int]], room: dict
     return context
 
 
-def load_own_reward(spec: str) -> Any:
-    """The user's reward function; a wrong path is a user's mistake."""
-    try:
-        return grader.load_reward(spec)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-
-
 def read_data(args: argparse.Namespace) -> tuple[list[Problem], list[Problem]]:
     """(training, held-out) problems, disjoint. Raises UserError naming file, line or key."""
+    keys = {"prompt_key": args.prompt_key, "answer_key": args.answer_key}
     num_heldout = 0 if args.eval_benchmark else args.heldout
     if args.dataset == "arithmetic":
         problems, heldout = arithmetic_problems(args.seed, num_heldout=num_heldout)
     else:
-        problems = read_problems(
-            args.dataset, prompt_key=args.prompt_key, answer_key=args.answer_key, tokens_key=args.tokens_key
-        )
+        problems = read_problems(args.dataset, **keys, tokens_key=args.tokens_key)
         random.Random(f"split {args.seed}").shuffle(problems)
         heldout = problems[:num_heldout]
     if args.eval_benchmark:
-        heldout = read_problems(args.eval_benchmark, data_dir=args.data_dir)
+        keys = {} if args.eval_benchmark in BENCHMARKS else keys  # a file of the user's is written as the others
+        heldout = read_problems(args.eval_benchmark, **keys, data_dir=args.data_dir)
     texts = {problem.problem for problem in heldout}
     train = [problem for problem in problems if problem.problem not in texts]
     if not train:
@@ -1495,7 +1493,7 @@ def main() -> None:
     temperature = args.temperature if args.eval_temperature is None else args.eval_temperature
     judging = {"k": args.heldout_samples, "temperature": temperature, "top_p": args.eval_top_p, "stop": args.stop}
     judging |= {"max_tokens": eval_tokens, "seed": args.seed, "template": args.prompt_template}
-    judging |= {"chat_template_kwargs": args.chat_template_kwargs, "use_adapter": True}
+    judging |= {"chat_template_kwargs": args.chat_template_kwargs, "use_adapter": True, "own_reward": own_reward}
 
     def push(tensors: dict[str, torch.Tensor], version: int = -1) -> None:
         nonlocal written
@@ -1516,8 +1514,8 @@ def main() -> None:
         if rank == 0:
             evaluations.append({"step": step, **result})
             report.append_jsonl(run_dir / "evaluations.jsonl", evaluations[-1:])
-            error = "" if result["avg_se"] is None else f" ± {result['avg_se']:.3f}"  # one problem has none
-            bar.write(f"step {step:4d}  {judged_on} accuracy {result['avg']:.3f}{error}")
+            paid = f"reward {result['reward']:.3f}{error_of(result, 'reward')}, " if own_reward else ""
+            bar.write(f"step {step:4d}  {judged_on} {paid}accuracy {result['avg']:.3f}{error_of(result, 'avg')}")
 
     bar = tqdm(total=args.steps, initial=start_step, desc="GRPO", disable=rank != 0, dynamic_ncols=True)
     if not args.no_probe:

@@ -97,6 +97,33 @@ def test_right_answers_that_were_cut_off_are_wrong(monkeypatch):
     assert (report["avg"], report["maj"], report["truncated"], report["truncated_with_right_answer"]) == (0, 0, 1, 240)
 
 
+def above(completion: str, reference: str) -> float:
+    """How far the boxed number is above the reference."""
+    return float(completion.rpartition("{")[2].rstrip("}")) - float(reference)
+
+
+def test_ones_own_reward_is_reported_beside_the_accuracy(monkeypatch, tmp_path):
+    replay(
+        monkeypatch, lambda i, j: 100 + i + (i < 15) * j
+    )  # problems 0 to 14 get 0 to 7 too much, mean 3.5; the others 0
+    report = run(tmp_path / "samples.jsonl", own_reward=above)
+    assert report["reward"] == pytest.approx(1.75)
+    assert report["reward_se"] == pytest.approx((30 / 29) ** 0.5 * 1.75 / 30**0.5)  # 15 times 3.5 and 15 times 0
+    assert report["avg"] == pytest.approx((15 / 8 + 15) / 30)
+    assert "1.750 by --reward ± 0.325" in eval_aime.format_report(report)
+    drawn = replay(monkeypatch, lambda i, j: 0)
+    again = run(tmp_path / "samples.jsonl", own_reward=above)
+    assert (again["reward"], drawn) == (report["reward"], [])
+    assert "reward" not in run()
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
+def test_a_reward_that_is_no_number_is_told(monkeypatch, value):
+    replay(monkeypatch, lambda i, j: 100 + i)
+    with pytest.raises(UserError, match=rf"--reward gave {value} for sample 0 of problem 2024-I-1 against '100'"):
+        run(own_reward=lambda completion, reference: value)
+
+
 def test_every_sample_is_on_file_once(monkeypatch, tmp_path):
     replay(monkeypatch, lambda i, j: 100 + i)
     report = run(tmp_path / "samples.jsonl")

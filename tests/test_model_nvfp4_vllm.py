@@ -137,9 +137,9 @@ def test_experts_are_trained_probed_saved_and_resumed(tmp_path):
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     reward = "def even(completion, reference):\n    return sum(int(word) % 2 == 0 for word in completion.split())\n"
     (tmp_path / "reward.py").write_text(reward)
-    words = ["--model", folder, "--dataset", tmp_path / "rows.jsonl", "--prompt-template", "{problem}", "--heldout", 0]
+    words = ["--model", folder, "--dataset", tmp_path / "rows.jsonl", "--prompt-template", "{problem}", "--heldout", 2]
     words += ["--reward", f"{tmp_path}/reward.py:even", "--lora-experts", "--lora-targets", "o_proj", "--lora-rank", 8]
-    words += ["--replay-experts"]
+    words += ["--replay-experts", "--heldout-samples", 2]
     words += ["--prompts", 2, "--group-size", 4, "--completion-tokens", 12, "--runs-dir", tmp_path, "--run-name", "run"]
     printed = []
     for steps in (1, 2):
@@ -150,6 +150,11 @@ def test_experts_are_trained_probed_saved_and_resumed(tmp_path):
     for text in printed:
         assert "uses the adapter on experts.down_proj, experts.gate_proj, experts.up_proj, o_proj;" in text
     assert "going on after step 1" in printed[1]
+    judged = [json.loads(line) for line in (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()]
+    assert [e["step"] for e in judged] == [0, 1, 2]
+    # Even numbers among at most 12 tokens; and nothing boxed.
+    assert all(0 < e["reward"] <= 12 and e["avg"] == 0 for e in judged)
+    assert f"before {judged[0]['reward']:.2f} → after {judged[2]['reward']:.2f} (mean reward, " in printed[1]
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [m["step"] for m in metrics] == [1, 2]
     assert all(m["grad_norm"] > 0 and m["gap"] < 0.012 for m in metrics), metrics

@@ -15,6 +15,7 @@ The values are those of the unit tests of NeMo-RL, TRL, verl, OpenRLHF and slime
 
 import copy
 import dataclasses
+import json
 import math
 import random
 from collections import Counter
@@ -361,6 +362,17 @@ def test_unreadable_references_and_a_missing_reward_function_are_told_before_tra
         train_grpo.load_own_reward("nowhere.py:reward")
     (tmp_path / "mine.py").write_text("def half(completion, reference):\n    return 0.5\n")
     assert train_grpo.load_own_reward(f"{tmp_path}/mine.py:half")("a", "b") == 0.5
+
+
+def test_a_benchmark_file_is_read_as_the_dataset_is(tmp_path):
+    for name, numbers in (("train", range(4)), ("test", range(3, 6))):
+        rows = [json.dumps({"question": f"{i} + {i}", "solution": str(2 * i)}) for i in numbers]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    words = ["--model", "any", "--dataset", f"{tmp_path}/train.jsonl", "--eval-benchmark", f"{tmp_path}/test.jsonl"]
+    args = train_grpo.parse_args([*words, "--prompt-key", "question", "--answer-key", "solution"])
+    train, heldout = train_grpo.read_data(args)
+    assert sorted(p.answer for p in train) == ["0", "2", "4"]  # the one that is in both is not trained on
+    assert [p.answer for p in heldout] == ["6", "8", "10"]
 
 
 # --- Micro-batches ---------------------------------------------------------------------------------------------------
