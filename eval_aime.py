@@ -474,10 +474,12 @@ def evaluate(
         key = (record["problem"], record["sample"])
         assert key not in records, f"sample {key} was drawn twice"
         records[key] = record
-        if own_reward:  # here, where all ranks see it
-            check_own_reward(record["reward"], f"sample {key[1]} of problem {key[0]}", record["reference"])
     if samples_path and rank == 0:
         merge_parts(Path(samples_path))
+    for (problem, number), record in (
+        records.items() if own_reward else ()
+    ):  # those on file too; here, where all ranks see it
+        check_own_reward(record["reward"], f"sample {number} of problem {problem}", record["reference"])
     return summarize([records[problems[i].id, number] for i, number in wanted]) | {"settings": settings}
 
 
@@ -492,7 +494,9 @@ def load_own_reward(spec: str) -> Callable[[str, str], float]:
 
 
 def check_own_reward(value: Any, what: str, reference: str) -> None:
-    """UserError unless it is a finite number: NaN would make every advantage of its group NaN, and the mean of a report."""
+    """UserError unless `value`, paid for `what` (a completion, as it is called in the sentence), is a finite number: NaN would
+    make every advantage of its group NaN, and the mean of a report.
+    """
     if value is None or not math.isfinite(value):
         raise UserError(
             f"--reward gave {value!r} for {what} against {reference!r}; it must return a finite number, such as 0 for what it "

@@ -118,10 +118,11 @@ def test_ones_own_reward_is_reported_beside_the_accuracy(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
-def test_a_reward_that_is_no_number_is_told(monkeypatch, value):
+def test_a_reward_that_is_no_number_is_told(monkeypatch, tmp_path, value):
     replay(monkeypatch, lambda i, j: 100 + i)
-    with pytest.raises(UserError, match=rf"--reward gave {value} for sample 0 of problem 2024-I-1 against '100'"):
-        run(own_reward=lambda completion, reference: value)
+    for _ in range(2):  # also when it is on file already
+        with pytest.raises(UserError, match=rf"--reward gave {value} for sample 0 of problem 2024-I-1 against '100'"):
+            run(tmp_path / "samples.jsonl", own_reward=lambda completion, reference: value)
 
 
 def test_every_sample_is_on_file_once(monkeypatch, tmp_path):

@@ -924,6 +924,21 @@ def test_completions_that_begin_alike_part_where_their_experts_do():
     assert batch.picks.tolist() == [0, 1, 2, 0, 1, 2, 0, 3, 4]
 
 
+def test_padded_rows_keep_the_experts_of_their_samples():
+    """Two samples of 4 and 2 tokens of input: a row each, no choice for the padding, a visit of flash attention each."""
+    choices = [np.array([[[1]], [[2]], [[3]], [[4]]]), np.array([[[5]], [[6]]])]  # (tokens, layers, k)
+    said = [Sample([5, 6], ids, [0.0] * len(ids), "", "stop", 0, own) for ids, own in zip(([7, 8, 9], [7]), choices)]
+    batch = pack(make_segments(said, torch.tensor([[1.0, -1.0]]), 0), sample_a_row=True)
+    assert batch.input_ids.tolist() == [[5, 6, 0, 0], [5, 6, 7, 8]]  # in lexical order
+    assert batch.experts.tolist() == [[[5], [6], [-1], [-1], [1], [2], [3], [4]]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3]] * 2
+    assert batch.layout[0, 0, 0].tolist() == [4] * 4 + [8] * 4
+    pairs = list(zip(batch.sources.tolist(), batch.targets.tolist()))
+    assert [pairs[pick] for pick in batch.picks] == [(5, 7), (6, 8), (7, 9), (1, 7)]
+    seen, query_ends, key_ends = train_grpo.visits(batch.layout[0, 0])
+    assert (seen.tolist(), query_ends.tolist(), key_ends.tolist()) == ([*range(8)], [0, 4, 8], [0, 4, 8])
+
+
 def test_what_attention_notes_goes_with_the_graph(tiny_model):
     """Masks of all rows of a step together could be larger than the weights."""
     batch = pack([Segment([5, 6], [([7, 8, 9], [0.0] * 3, 1.0)])])
