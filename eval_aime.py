@@ -45,7 +45,7 @@ from typing import Any
 
 import numpy as np
 
-from model_nvfp4 import UserError
+from model_nvfp4 import UserError, read_json
 
 # Axis legend: n problems · k samples of a problem.
 
@@ -732,7 +732,7 @@ def check_model(model: Path) -> int:
         raise UserError(f"--model {model} is no model folder: it has no config.json.")
     if not list(model.glob("*.safetensors")):
         raise UserError(f"--model {model} has no weights (*.safetensors).")
-    config = json.loads((model / "config.json").read_text())
+    config = read_json(model, "config.json")
     return config.get("text_config", config).get("max_position_embeddings", 2**20)
 
 
@@ -748,8 +748,10 @@ def check_adapter(adapter: Path, model: Path) -> int:
     for path in (adapter / "adapter_config.json", weights):
         if not path.is_file():
             raise UserError(f"--adapter {adapter} is no PEFT folder: it has no {path.name}.")
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    base_name, rank = config.get("base_model_name_or_path"), config["r"]
+    config = read_json(adapter, "adapter_config.json")
+    base_name, rank = config.get("base_model_name_or_path"), config.get("r")
+    if not isinstance(rank, int):
+        raise UserError(f"--adapter {adapter} is no LoRA: its adapter_config.json names no rank r.")
     if base_name and Path(base_name).resolve().name != model.resolve().name:  # either may be a link
         raise UserError(
             f"--adapter {adapter} was trained on {base_name}, not on {model} (if that is the same model under another "

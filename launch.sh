@@ -115,6 +115,10 @@ while (($#)); do
   shift || break # a flag without its value is told below
 done
 [[ $MAX_RESTARTS =~ ^[0-9]+$ ]] || fail "--max-restarts needs a number, not '$MAX_RESTARTS'."
+for name in NPROC NNODES; do
+  [[ ${!name-} =~ ^([1-9][0-9]*)?$ ]] || fail "$name=${!name} must be a number of at least 1."
+done
+[[ ${NODE_RANK-} =~ ^(0|[1-9][0-9]*)?$ ]] || fail "NODE_RANK=$NODE_RANK must be a number, 0 on the first node."
 GET='' MODEL=''
 recipe "$NAME"
 FLAGS+=("${WORDS[@]+"${WORDS[@]}"}") # the user's words come last and win
@@ -158,6 +162,7 @@ CORES=$(nproc)
 if ((NNODES > 1)) && [[ -z ${NODE_RANK-} || -z ${MASTER_ADDR-} ]]; then
   fail "NNODES=$NNODES needs MASTER_ADDR (a name or address of the first node) and NODE_RANK (0 to $((NNODES - 1))) on each node."
 fi
+if ((NNODES > 1 && NODE_RANK >= NNODES)); then fail "NODE_RANK=$NODE_RANK is none of the $NNODES nodes; it goes from 0 to $((NNODES - 1))."; fi
 
 # --- Set-up: .venv with the pinned packages ---------------------------------------------------------------------------
 set_up() {

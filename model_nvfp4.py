@@ -633,8 +633,14 @@ def head_is_packed(folder: str | Path) -> bool:
 
 
 def read_json(folder: Path, name: str) -> dict:
+    """The object in a JSON file of `folder`, empty if there is no such file; UserError when it holds something else."""
     file = folder / name
-    return json.loads(file.read_text()) if file.is_file() else {}
+    try:
+        content = json.loads(file.read_text()) if file.is_file() else {}
+    except ValueError as error:  # no JSON, or no UTF-8
+        raise UserError(f"{file} cannot be read as JSON ({error}); is the copy complete?") from error
+    require(isinstance(content, dict), f"{file} holds no JSON object; is the copy complete?")
+    return content
 
 
 def is_ignored(module: str, patterns: list[str]) -> bool:

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from model_nvfp4 import UserError
+from model_nvfp4 import UserError, read_json
 
 stacks_path: Path | None = None  # the file this rank's stack goes to; set by dump_stacks, for report_failure
 
@@ -114,8 +114,8 @@ def check_start(args: argparse.Namespace, checkpoint: Path) -> None:
             raise UserError(
                 f"--resume {checkpoint} is no checkpoint: it has no {name} (expected runs/NAME/checkpoint/step-…)."
             )
-    adapter = json.loads((checkpoint / "adapter_config.json").read_text())
-    for flag, there in (("lora_rank", adapter["r"]), ("lora_alpha", adapter["lora_alpha"])):
+    adapter = read_json(checkpoint, "adapter_config.json")
+    for flag, there in (("lora_rank", adapter.get("r")), ("lora_alpha", adapter.get("lora_alpha"))):
         if there != vars(args)[flag]:
             raise UserError(
                 f"{checkpoint} was trained with --{flag.replace('_', '-')} {there}; use that, not {vars(args)[flag]}."

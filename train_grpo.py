@@ -1175,12 +1175,15 @@ def check_flags(args: argparse.Namespace, world: int) -> None:
     for flag, bound in least.items():
         if not bound <= getattr(args, flag) < math.inf:  # NaN neither
             raise UserError(f"--{flag.replace('_', '-')} {getattr(args, flag)} must be at least {bound}.")
-    above_zero = {"max_grad_norm": math.inf, "timeout": math.inf, "max_logprob_gap": math.inf}
+    above_zero = {
+        "max_grad_norm": math.inf,
+        "max_logprob_gap": math.inf,
+        "timeout": 60 * 24 * 365,
+    }  # a year is no bound
     for flag, bound in (above_zero | {"eval_top_p": 1, "gpu_memory_utilization": 1}).items():
         if not 0 < getattr(args, flag) <= bound:
-            raise UserError(
-                f"--{flag.replace('_', '-')} {getattr(args, flag)} must be above 0{' and at most 1' * (bound == 1)}."
-            )
+            limit = f" and at most {bound}" if bound < math.inf else ""
+            raise UserError(f"--{flag.replace('_', '-')} {getattr(args, flag)} must be above 0{limit}.")
     replicas, largest = max(1, world // args.tp), max(rollout.LORA_RANKS)
     below, above = args.prompts // replicas * replicas, -(-args.prompts // replicas) * replicas
     nearest = f"{below} or {above}" if below else f"{above}"

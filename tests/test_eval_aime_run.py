@@ -338,6 +338,12 @@ def test_other_mistakes_are_one_sentence(model, tmp_path, capsys):
     torn.write_bytes(torn.read_bytes()[:-100])
     assert main(["--model", str(model), "--adapter", str(adapter)]) == 2
     assert "not a readable safetensors file" in capsys.readouterr().err
+    for content, message in (('{"r": 8', "cannot be read as JSON"), ("{}", "names no rank")):
+        (adapter / "adapter_config.json").write_text(content)
+        assert main(["--model", str(model), "--adapter", str(adapter)]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
 
 
 def test_a_mistake_is_told_before_anything_heavy_is_loaded(model, tmp_path):

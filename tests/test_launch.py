@@ -125,6 +125,8 @@ def test_ranks_and_restarts_reach_torchrun_and_not_the_trainer(folder):
     refused(folder, "--max-restarts needs a number", "--max-restarts", "many")
     refused(folder, "--max-restarts needs a number", "--max-restarts")
     refused(folder, "no recipe named huge", "--recipe", "huge")
+    for name, value in (("NPROC", "all"), ("NPROC", "0"), ("NNODES", "two"), ("NODE_RANK", "first")):
+        refused(folder, f"{name}={value} must be a number", **{name: value})
 
 
 def test_eval_and_test_get_their_words(folder):
@@ -233,6 +235,7 @@ def test_several_nodes_by_hand(folder):
         if shutil.which("ip"):
             assert env["GLOO_SOCKET_IFNAME"] == env["NCCL_SOCKET_IFNAME"] == "lo"
     refused(folder, "needs MASTER_ADDR", NNODES="2")
+    refused(folder, "from 0 to 1", NNODES="2", NODE_RANK="2", MASTER_ADDR="127.0.0.2")
     refused(folder, "no way from", NNODES="2", NODE_RANK="1", MASTER_ADDR="no-such-host.invalid")
 
 

@@ -533,6 +533,8 @@ FAULTS = {
         "q_proj, .*k_proj, .*v_proj have different global",
     ),
     "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
+    "half a config": (lambda f: (f / "config.json").write_text('{"model_type": "ll'), "cannot be read as JSON"),
+    "a list for a config": (lambda f: (f / "config.json").write_text("[]"), "holds no JSON object"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds no .*safetensors"),
 }
 

@@ -848,6 +848,7 @@ def test_values_that_cannot_work_are_refused(flag, value):
         "--lr nan",
         "--max-grad-norm 0",
         "--timeout 0",
+        "--timeout inf",
         "--eval-top-p 95",
         "--gpu-memory-utilization 85",
         "--dual-clip .5",
