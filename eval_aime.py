@@ -332,6 +332,13 @@ def count_right(groups: dict[str, list[dict[str, Any]]]) -> np.ndarray:
     return np.array([sum(record["correct"] for record in group) for group in groups.values()])  # (n,)
 
 
+def mean_rewards(groups: dict[str, list[dict[str, Any]]]) -> np.ndarray | None:
+    """What --reward paid for each problem's samples, on average (n,); None when the run had no reward of its own."""
+    if not all("reward" in record for group in groups.values() for record in group):
+        return None
+    return np.array([np.mean([record["reward"] for record in group]) for group in groups.values()])  # (n,)
+
+
 def standard_error(p: np.ndarray) -> float | None:
     """Of the mean of p (n,) over problems."""
     return float(p.std(ddof=1) / math.sqrt(len(p))) if len(p) > 1 else None
@@ -351,10 +358,8 @@ def summarize(records: list[dict[str, Any]]) -> dict[str, Any]:
     tokens = np.array([record["tokens"] for record in records])  # (n k,)
     correct = np.array([record["correct"] for record in records])  # (n k,)
     truncated = [record for record in records if record["finish_reason"] == "length"]
-    rewards = {}
-    if "reward" in records[0]:
-        paid = np.array([[record["reward"] for record in group] for group in groups.values()]).mean(1)  # (n,)
-        rewards = {"reward": float(paid.mean()), "reward_se": standard_error(paid)}
+    paid = mean_rewards(groups)  # (n,)
+    rewards = {} if paid is None else {"reward": float(paid.mean()), "reward_se": standard_error(paid)}
     exams = {exam: [exam_of(name) == exam for name in groups] for exam in ("I", "II")}
     return {
         "problems": n, "k": k, "samples": n * k, **rewards,
@@ -665,7 +670,8 @@ def compare(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> dict[str, Any]:
     if only:
         raise UserError(f"The runs have not the same problems: {len(only)} are in one only, the first is {only[0]}.")
     n, k_a, k_b = len(groups_a), len(a) // len(groups_a), len(b) // len(groups_b)
-    right_a, right_b = count_right(groups_a), count_right({name: groups_b[name] for name in groups_a})  # (n,), (n,)
+    groups_b = {name: groups_b[name] for name in groups_a}
+    right_a, right_b = count_right(groups_a), count_right(groups_b)  # (n,), (n,)
     p_a, p_b = right_a / k_a, right_b / k_b
     difference, se = float((p_b - p_a).mean()), standard_error(p_b - p_a)
     variance_a, variance_b = sampling_variance(p_a, k_a), sampling_variance(p_b, k_b)
@@ -679,8 +685,12 @@ def compare(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> dict[str, Any]:
             break
         verdicts[i] = "better" if p_b[i] > p_a[i] else "worse"
     half = None if se is None else student_t(n - 1) * se
+    rewards, paid_a, paid_b = {}, mean_rewards(groups_a), mean_rewards(groups_b)  # (n,), (n,)
+    if paid_a is not None and paid_b is not None:
+        rewards = {"reward_a": float(paid_a.mean()), "reward_b": float(paid_b.mean())}
+        rewards |= {"reward_difference": float((paid_b - paid_a).mean()), "reward_se": standard_error(paid_b - paid_a)}
     return {
-        "problems": n, "k_a": k_a, "k_b": k_b, "avg_a": float(p_a.mean()), "avg_b": float(p_b.mean()),
+        **rewards, "problems": n, "k_a": k_a, "k_b": k_b, "avg_a": float(p_a.mean()), "avg_b": float(p_b.mean()),
         "difference": difference, "se": se,
         "low": None if half is None else difference - half, "high": None if half is None else difference + half,
         "se_sampling": None if math.isnan(needed) else math.sqrt(variance_a + variance_b),
@@ -703,6 +713,9 @@ def format_comparison(c: dict[str, Any]) -> str:
         f"for ± 2 points of sampling error (95 %) each run needs k = {c['samples_needed'] or '– (unknown from k = 1)'}",
         f"{'problem':24}{'A':>5}{'B':>5}  {'p (Fisher)':12}at this k (Holm, 5 % over the table)",
     ]
+    if "reward_a" in c:
+        paid = f"A {c['reward_a']:.3f}, B {c['reward_b']:.3f}: B − A = {c['reward_difference']:+.3f}{error_of(c, 'reward')}"
+        lines.insert(3, f"by --reward {paid} (SE over problems); all else here is accuracy")
     changed = [row for row in c["table"] if row["right_a"] * c["k_b"] != row["right_b"] * c["k_a"]]
     for row in changed:
         lines.append(f"{row['problem']:24}{row['right_a']:5}{row['right_b']:5}  {row['p']:<12.4f}{row['verdict']}")

@@ -230,6 +230,20 @@ def test_compare_tells_which_problems_changed():
     assert "better" in text
 
 
+def test_compare_pairs_ones_own_rewards_too():
+    """Problems earn 0, 1 and 2 in A and 1, 4 and 4 in B (in another order): differences 1, 3, 2, mean 2, spread 1."""
+    a, b = records_of([1, 1, 1], k=2), records_of([1, 1, 1], k=2)[::-1]
+    for records, low in ((a, [0, 1, 2]), (b, [0, 3, 3])):
+        for record in records:
+            i = int(record["problem"].rpartition("-")[2]) - 1
+            record["reward"] = low[i] + (records is b) * 2 * record["sample"]  # on average 1 more in B
+    c = compare(a, b)
+    assert (c["reward_a"], c["reward_b"], c["reward_difference"]) == (1, 3, 2)
+    assert c["reward_se"] == pytest.approx(1 / math.sqrt(3))
+    assert "by --reward A 1.000, B 3.000: B − A = +2.000 ± 0.577" in format_comparison(c)
+    assert "--reward" not in format_comparison(compare(a, records_of([1, 1, 1], k=2)))
+
+
 def test_compare_with_different_k_and_other_problems():
     c = compare(records_of([1, 2], k=2), records_of([2, 4], k=4))
     assert (c["difference"], c["p_sign_flip"]) == (0, 1)
