@@ -282,7 +282,7 @@ def interval_95(mean: float, se: float | None, n: int) -> tuple[float, float, st
     By simulation t alone covers only .82 at 5 % and .90 at 10 %. The Beta interval takes each problem for one trial,
     the most that a mean of n values in [0, 1] can vary, so it never promises too much.
     """
-    if se is not None and 0.1 <= mean <= 0.9:
+    if se and 0.1 <= mean <= 0.9:  # alike problems have no spread, but that is no certainty
         half = student_t(n - 1) * se
         return max(0.0, mean - half), min(1.0, mean + half), "t"
     right = mean * n
@@ -481,28 +481,38 @@ def evaluate(
         records[key] = record
     if samples_path and rank == 0:
         merge_parts(Path(samples_path))
-    for (problem, number), record in (
-        records.items() if own_reward else ()
-    ):  # those on file too; here, where all ranks see it
+    for (problem, number), record in records.items() if own_reward else ():  # on file too; here all ranks see it
         check_own_reward(record["reward"], f"sample {number} of problem {problem}", record["reference"])
     return summarize([records[problems[i].id, number] for i, number in wanted]) | {"settings": settings}
 
 
 def load_own_reward(spec: str) -> Callable[[str, str], float]:
-    """The user's reward function; a wrong path is a user's mistake."""
+    """The user's reward function; a wrong path is a user's mistake.
+
+    NumPy's and torch's numbers become Python's, which JSON can hold; what is no number becomes its text, which
+    `check_own_reward` refuses where all ranks see it.
+    """
     from reward import load_reward
 
     try:
-        return load_reward(spec)
+        function = load_reward(spec)
     except ValueError as error:
         raise UserError(str(error)) from error
+
+    def own_reward(completion: str, reference: str) -> Any:
+        value = function(completion, reference)
+        if getattr(value, "shape", None) == ():
+            value = value.item()
+        return value if value is None or isinstance(value, int | float) else repr(value)
+
+    return own_reward
 
 
 def check_own_reward(value: Any, what: str, reference: str) -> None:
     """UserError unless `value`, paid for `what` (a completion, as it is called in the sentence), is a finite number: NaN would
     make every advantage of its group NaN, and the mean of a report.
     """
-    if value is None or not math.isfinite(value):
+    if not isinstance(value, int | float) or not math.isfinite(value):
         raise UserError(
             f"--reward gave {value!r} for {what} against {reference!r}; it must return a finite number, such as 0 for what it "
             f"cannot judge."
@@ -684,7 +694,7 @@ def compare(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> dict[str, Any]:
         if p_values[i] > 0.05 / (n - place):  # Holm 1979: any false verdict in at most 5 % of tables
             break
         verdicts[i] = "better" if p_b[i] > p_a[i] else "worse"
-    half = None if se is None else student_t(n - 1) * se
+    half = student_t(n - 1) * se if se else None  # equal differences say nothing of their error
     rewards, paid_a, paid_b = {}, mean_rewards(groups_a), mean_rewards(groups_b)  # (n,), (n,)
     if paid_a is not None and paid_b is not None:
         rewards = {"reward_a": float(paid_a.mean()), "reward_b": float(paid_b.mean())}
@@ -871,6 +881,7 @@ def run(args: argparse.Namespace) -> None:
 
     import reward
     import rollout
+    from report import lock_run
 
     own_reward = load_own_reward(args.reward) if args.reward else None
     # One's own reward function reads its references itself.
@@ -893,6 +904,9 @@ def run(args: argparse.Namespace) -> None:
             f"{args.model} on {args.benchmark}: {len(problems)} problems × {args.k} samples of at most {max_tokens} tokens"
         )
         return
+    if os.environ.get("RANK", "0") == "0":
+        args.out.mkdir(parents=True, exist_ok=True)
+        lock = lock_run(args.out, flag="--out")
     alone = {"max_num_seqs": 1, "enable_prefix_caching": False} if args.exact else {}
     engine_args = alone | args.engine_args
     if "RANK" in os.environ:  # started by torchrun
@@ -928,6 +942,7 @@ def run(args: argparse.Namespace) -> None:
         replace_text(args.out / "report.txt", text + "\n")
         plot_report(report, args.out / "report.png")
         print(f"{text}\nwritten to {args.out}: samples.jsonl, report.json, report.txt, report.png")
+        lock.close()
     rollout.shutdown(engine)
     reward.close()
     if dist.is_initialized():

@@ -75,23 +75,23 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
 def open_run(args: argparse.Namespace) -> tuple[Path, Path | None]:
     """The run's folder and the checkpoint to go on from. Reads only; raises UserError before anything is touched."""
     run_dir = Path(args.runs_dir) / args.run_name
-    config_path = run_dir / "config.json"
     existing = next(path for path in [run_dir, *run_dir.absolute().parents] if os.path.exists(path))
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(
             f"{existing} on {socket.gethostname()} is not a folder one can write to, so {run_dir} cannot hold the run; mend its "
             f"permissions or choose another --runs-dir."
         )
-    saved = json.loads(config_path.read_text()) if config_path.exists() else {}
+    saved = read_json(run_dir, "config.json")
     # `--resume never` and `--resume PATH` are for the first start; torchrun's restarts go on. It counts restarts on the node
     # that failed, not on those that start again with it: they know the job by its name.
     known = saved.get("job") == os.environ.get("TORCHELASTIC_RUN_ID", "")
     restarted = bool(saved) and (known or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
     start = None if args.resume in ("auto", "never") else Path(args.resume)
-    if start and not restarted:
+    again = bool(saved) and saved["flags"].get("resume") == args.resume  # the same command goes on with what it began
+    if start and not restarted and not again:
         check_start(args, start)
-        if config_path.exists():
-            raise UserError(f"{run_dir} exists; --resume PATH starts a new run, so give it another --run-name.")
+        if saved:
+            raise UserError(f"{run_dir} exists and did not start from {start}; choose another --run-name.")
         return run_dir, start
     if not saved:
         return run_dir, None
@@ -122,7 +122,7 @@ def check_start(args: argparse.Namespace, checkpoint: Path) -> None:
             )
 
 
-def lock_run(run_dir: Path, patience: float = 0.0) -> Any:
+def lock_run(run_dir: Path, patience: float = 0.0, flag: str = "--run-name") -> Any:
     """One writer per run folder. Returns the open file that holds the lock; the kernel lets go when the process ends.
 
     `patience` in seconds: after a restart the writer before may need a moment to die (a GPU's memory is unmapped first).
@@ -135,9 +135,7 @@ def lock_run(run_dir: Path, patience: float = 0.0) -> Any:
             return file
         except BlockingIOError as error:
             if time.monotonic() >= deadline:
-                raise UserError(
-                    f"another process is training in {run_dir}; stop it, or use another --run-name."
-                ) from error
+                raise UserError(f"another process writes in {run_dir}; stop it, or use another {flag}.") from error
         time.sleep(0.1)
 
 
@@ -343,11 +341,15 @@ def report_failure(error: Exception, seconds_for_the_first: float = 5.0) -> int:
 
 
 def outcome(evaluations: list[dict[str, Any]]) -> str:
-    """The line that counts: `before .07 → after .71 (64 problems × 8 samples)`; of rewards where --reward gave them."""
+    """The line that counts: `before .07 → after .71 (64 problems × 8 samples)`; of rewards where --reward gave them.
+
+    `step 40: .71 (…)` where only one was made: a run that began at another's checkpoint, or has not ended.
+    """
     name = "reward" if "reward" in evaluations[-1] else "avg"
     first, last = (f"{evaluation[name]:.2f}".removeprefix("0") for evaluation in (evaluations[0], evaluations[-1]))
     numbers = f"{evaluations[-1]['problems']} problems × {evaluations[-1]['k']} samples"
-    return f"before {first} → after {last} ({'mean reward, ' if name == 'reward' else ''}{numbers})"
+    told = f"before {first} → after {last}" if len(evaluations) > 1 else f"step {evaluations[0]['step']}: {first}"
+    return f"{told} ({'mean reward, ' if name == 'reward' else ''}{numbers})"
 
 
 def summary(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> str:

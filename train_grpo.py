@@ -1257,12 +1257,11 @@ def read_data(args: argparse.Namespace) -> tuple[list[Problem], list[Problem]]:
     if args.eval_benchmark:
         keys = {} if args.eval_benchmark in BENCHMARKS else keys  # a file of the user's is written as the others
         heldout = read_problems(args.eval_benchmark, **keys, data_dir=args.data_dir)
-    texts = {problem.problem for problem in heldout}
-    train = [problem for problem in problems if problem.problem not in texts]
+    texts = {"".join(problem.problem.split()) for problem in heldout}  # copies differ in their spaces
+    train = [problem for problem in problems if "".join(problem.problem.split()) not in texts]
     if not train:
-        raise UserError(
-            f"--dataset {args.dataset} has {len(problems)} problems and --heldout {args.heldout} leaves none to train on."
-        )
+        judge = f"--eval-benchmark {args.eval_benchmark}" if args.eval_benchmark else f"--heldout {args.heldout}"
+        raise UserError(f"--dataset {args.dataset} has {len(problems)} problems and {judge} leaves none to train on.")
     return train, heldout
 
 

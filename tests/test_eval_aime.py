@@ -149,6 +149,10 @@ def test_quantiles_against_tables():
     # Clopper and Pearson, Biometrika 26 (1934), n = 10: 1 of 10 → .0025 to .4450.
     low, high, kind = interval_95(0.1 - 1e-12, 0.1, 10)
     assert (low, high, kind) == (pytest.approx(0.0025, abs=5e-5), pytest.approx(0.4450, abs=5e-5), "Beta")
+    # Three problems with 4 of 8 right each have no spread, which is no certainty: Beta(1.5, 2.5) and its mirror image.
+    low, high, kind = interval_95(0.5, 0.0, 3)
+    assert (low + high, kind) == (pytest.approx(1), "Beta")
+    assert high - low > 0.8
 
 
 @pytest.mark.parametrize(
@@ -211,6 +215,7 @@ def test_compare_is_paired():
     a, b = records_of([2] * 30), records_of([3] * 30)
     c = compare(a, b)
     assert (c["difference"], c["se"], c["p_sign_flip"]) == (0.125, 0, 2 / 2**30)
+    assert c["low"] is c["high"] is None  # no interval of width 0
     assert c["se_sampling"] == pytest.approx(math.sqrt(30 * (2 / 8 * 6 / 8 + 3 / 8 * 5 / 8) / 7) / 30)
     assert {row["verdict"] for row in c["table"]} == {"cannot tell"}
     # ± 2 points: 1.96 √(Σ (v_A + v_B) / k) / 30 ≤ .02, with the unbiased variances v = p (1 − p) 8 / 7

@@ -309,14 +309,10 @@ def test_a_run_folder_that_cannot_be_made_is_told_at_once(tmp_path):
         report.dump_stacks(tmp_path / "file" / "run", 3)
 
 
-@pytest.mark.parametrize("words", [["--resume", "never"], ["--resume", "elsewhere"]])
-def test_a_restarted_job_goes_on_whatever_it_was_started_with(words, tmp_path, monkeypatch):
+def test_a_restarted_job_goes_on_whatever_it_was_started_with(tmp_path, monkeypatch):
     """`--resume never` protects what exists; what the job itself has made is not that."""
-    monkeypatch.chdir(tmp_path)
-    for folder in ("run/checkpoint/step-000003", "elsewhere"):
-        Path(folder).mkdir(parents=True)
-        (Path(folder) / "state.json").write_text('{"step": 3}')
-    args = parsed(tmp_path, *words)
+    (tmp_path / "run" / "checkpoint" / "step-000003").mkdir(parents=True)
+    args = parsed(tmp_path, "--resume", "never")
     config = tmp_path / "run" / "config.json"
     for job in (None, "4711"):
         config.write_text(json.dumps({"flags": vars(args), "job": job}))
@@ -329,6 +325,21 @@ def test_a_restarted_job_goes_on_whatever_it_was_started_with(words, tmp_path, m
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # torchrun's name for a job without one
     with pytest.raises(UserError):
         report.open_run(args)
+
+
+def test_the_same_command_goes_on_with_a_run_that_began_at_a_path(tmp_path):
+    """README: the same command again goes on. Another start into the same folder is refused, a new run keeps its start."""
+    made = tmp_path / "run" / "checkpoint" / "step-000040"
+    made.mkdir(parents=True)
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("state.json", "adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors"):
+        (other / name).write_text(json.dumps({"r": 16, "lora_alpha": 32}))
+    args = parsed(tmp_path, "--resume", "begun-here")
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"flags": vars(args), "job": None}))
+    assert report.open_run(args) == (tmp_path / "run", made)
+    with pytest.raises(UserError, match=r"did not start from .*other"):
+        report.open_run(parsed(tmp_path, "--resume", str(other), "--lora-rank", "16", "--lora-alpha", "32"))
 
 
 def test_resume_from_a_path_wants_the_adapter_to_count_as_it_did(tmp_path, monkeypatch):
@@ -366,7 +377,7 @@ def test_the_lock_waits_for_the_writer_before(tmp_path):
     holder = lock + "; print(1, flush=True); time.sleep(.5)"
     with subprocess.Popen([sys.executable, "-c", holder], stdout=subprocess.PIPE) as process:
         process.stdout.read(1)
-        with pytest.raises(UserError, match="another process is training"):
+        with pytest.raises(UserError, match="another process writes in"):
             report.lock_run(tmp_path)
         report.lock_run(tmp_path, patience=10).close()
 

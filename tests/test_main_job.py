@@ -175,9 +175,15 @@ def test_full_disk_keeps_the_old_checkpoint(tmp_path):
     assert report.latest_checkpoint(tmp_path).name == "step-000002"
 
 
+def test_an_outcome_without_a_before_names_its_step():
+    first, last = ({"step": step, "avg": avg, "problems": 64, "k": 8} for step, avg in ((0, 0.08), (48, 0.71)))
+    assert report.outcome([first, last]) == "before .08 → after .71 (64 problems × 8 samples)"
+    assert report.outcome([last]) == "step 48: .71 (64 problems × 8 samples)"
+
+
 def test_one_writer_per_run(tmp_path):
     lock = report.lock_run(tmp_path)
-    with pytest.raises(UserError, match="another process is training"):
+    with pytest.raises(UserError, match="another process writes in"):
         report.lock_run(tmp_path)
     lock.close()
     report.lock_run(tmp_path).close()

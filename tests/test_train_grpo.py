@@ -364,9 +364,27 @@ def test_unreadable_references_and_a_missing_reward_function_are_told_before_tra
     assert train_grpo.load_own_reward(f"{tmp_path}/mine.py:half")("a", "b") == 0.5
 
 
+@pytest.mark.parametrize(
+    ("value", "paid"),
+    [("np.float32(.5)", 0.5), ("np.bool_(True)", True), ("torch.tensor(2)", 2), ("True", True)]
+    + [(value, None) for value in ("'1'", "(1, 2)", "np.array([1, 2])", "None", "float('nan')")],
+)
+def test_ones_own_reward_is_a_number_of_whatever_library(value, paid, tmp_path):
+    (tmp_path / "mine.py").write_text(f"import numpy as np, torch\ndef own(c, r):\n    return {value}\n")
+    said = train_grpo.load_own_reward(f"{tmp_path}/mine.py:own")("a", "b")
+    json.dumps(said)  # it goes into samples.jsonl
+    if paid is None:
+        with pytest.raises(UserError, match="must return a finite number"):
+            train_grpo.check_own_reward(said, "a", "b")
+    else:
+        train_grpo.check_own_reward(said, "a", "b")
+        assert said == paid
+
+
 def test_a_benchmark_file_is_read_as_the_dataset_is(tmp_path):
     for name, numbers in (("train", range(4)), ("test", range(3, 6))):
-        rows = [json.dumps({"question": f"{i} + {i}", "solution": str(2 * i)}) for i in numbers]
+        gap = " " * len(name)  # copies of a problem differ in their spaces
+        rows = [json.dumps({"question": f"{i} +{gap}{i}", "solution": str(2 * i)}) for i in numbers]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
     words = ["--model", "any", "--dataset", f"{tmp_path}/train.jsonl", "--eval-benchmark", f"{tmp_path}/test.jsonl"]
     args = train_grpo.parse_args([*words, "--prompt-key", "question", "--answer-key", "solution"])
