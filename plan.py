@@ -66,19 +66,27 @@ ASSUMED = {
     "bytes of a GPU or a node per GB it is sold with (drivers report about that many GiB)": 2**30,
     "share of the GPU's memory that can be planned with": 0.95,
     "GB per rank for CUDA context, NCCL, CUDA graphs and what an engine keeps in sleep": 4.0,
-    "tokens of the engine's largest forward (max_num_batched_tokens)": 8192,
-    "sequences the engine runs at once (max_num_seqs)": 256,
+    "host memory per byte of a sleeping engine (pinned blocks are powers of two, 1 / ln 2)": 1.44,
     "GB of host memory per rank for Python, torch and vLLM": 6.0,
     "GB/s per rank of the file system with the checkpoint": 2.0,
 }
-MFU, HBM_SHARE, LINK_SHARE, SOLD, USABLE, RUNTIME, ENGINE_TOKENS, ENGINE_SEQS, PROCESS, DISK = ASSUMED.values()
+MFU, HBM_SHARE, LINK_SHARE, SOLD, USABLE, RUNTIME, PINNED, PROCESS, DISK = ASSUMED.values()
 
 LOGITS_OF_A_CHUNK = 2**25  # train_grpo.TokenLogprobs
 LONGEST_PROMPT = 1024  # tokens; with a command of train_grpo.py, where only the data know it
+NOT_COUNTED = (
+    "refill",
+    "engine_args",
+    "replay_experts",
+)  # flags of train_grpo.py with a price that no formula below has
 # What families do and no field of their configs says: MLPs without a gate, norms of q and k, four norms in a layer.
 UNGATED_MLP = r"(phi|starcoder2|nemotron|arcee|apertus|gpt_neox|falcon|gpt2|opt)$"
 QK_NORM = r"qwen3|qwen4|gemma[34]|olmo[23e]|flex_olmo|glm4_moe$|minimax_m2|exaone4|hunyuan|dots1|afmoe|apertus"
 FOUR_NORMS = r"gemma[234]|glm4$|afmoe"
+# The classes of transformers whose default is a head that is the embedding; a config that says nothing means that, or no.
+TIED = (
+    r"gemma|cohere|falcon|gpt2|gpt_neo$|opt$|bloom|smollm3|starcoder2|ernie4_5|lfm2|minicpm3|zamba|jetmoe|granite_swa"
+)
 
 
 class UserError(ValueError):
@@ -293,7 +301,7 @@ def weights(config: dict[str, Any]) -> tuple[list[Weight], Fields]:
         rows = (f.vocab_size_per_layer_input or V) + H
         parts += [Weight("model.embed_tokens_per_layer", "embedding", -1, rows, f.num_hidden_layers * extra)]
     tied = f.tie_word_embeddings if config.get("tie_word_embeddings") is None else config["tie_word_embeddings"]
-    if tied is False:  # absent means tied, transformers' own default
+    if not (re.search(TIED, f.model_type or "") if tied is None else tied):
         parts += [Weight("lm_head", "head", -1, V, H)]
     return [*parts, *vision_weights(config, f)], f
 
@@ -381,6 +389,9 @@ class Run:
     host_memory: float | None = flag(None, "GB of one node; unchecked by default")
     tp: int = flag(1, "GPUs of one engine: more leave room for the KV cache, but fewer engines run")
     shard_size: int | None = flag(None, "ranks that share one copy of the trainer's weights; default: all")
+    gpu_memory_utilization: float | None = flag(
+        None, "share of a GPU that vLLM may use; default: what the trainer leaves"
+    )
     sleep: str = flag("level1", "level1: engine weights to host memory in training; kv: they stay; off: the cache too")
     context: int = flag(4096, "longest prompt and completion together, in tokens")
     prompts: int = flag(16, "per step")
@@ -392,6 +403,8 @@ class Run:
     lora_targets: str = flag("all-linear", "all-linear, attention, or names such as q_proj,o_proj")
     lora_experts: bool = flag(False, "an adapter on every routed expert too")
     average: int = flag(1, "above 1 a mean of the adapters is kept as well")
+    minibatches: int = flag(1, "optimizer steps per rollout, each with micro-batches of its own")
+    extra_forwards: int = flag(0, "forwards beside the training one: of --kl-coef, of --old-logprobs trainer")
     activation_checkpointing: bool = flag(True, "keep one hidden state per layer and recompute the rest")
     assume_quant: str = flag("", "formats where the config names none: nvfp4-linears, or nvfp4-experts,fp8-linears")
 
@@ -409,8 +422,9 @@ def complete(run: Run) -> Run:
     for name, value in vars(run).items():
         if name in choices and value not in choices[name]:
             raise UserError(f"--{name.replace('_', '-')} {value} is unknown; choose one of {', '.join(choices[name])}")
-        if type(value) in (int, float) and value <= 0:
-            raise UserError(f"--{name.replace('_', '-')} must be positive, not {value}")
+        least = 0 if name == "extra_forwards" else 1e-9
+        if type(value) in (int, float) and not least <= value < math.inf:
+            raise UserError(f"--{name.replace('_', '-')} must be positive and finite, not {value}")
     return run
 
 
@@ -490,10 +504,19 @@ def engine_weight_bytes(m: Model, tp: int) -> float:
     return whole + keys / kv_ways + (m.bytes - whole - keys) / tp
 
 
-def engine_workspace_bytes(m: Model, tp: int) -> float:
-    """The largest forward in bf16, tokens·(4·H + 2·widest/tp), and the sampler's fp32 logits twice."""
+def engine_sequences(run: Run) -> int:
+    """Sequences that an engine runs at once (max_num_seqs), as train_grpo.py sets it."""
+    return min(1024, run.prompts * run.group_size)
+
+
+def engine_workspace_bytes(m: Model, run: Run) -> float:
+    """The largest forward in bf16, tokens·(4·H + 2·widest/tp), and the sampler's fp32 logits twice. Tokens as vLLM sets
+    max_num_batched_tokens (EngineArgs.get_batch_defaults): 16,384 from 70 GiB on, but not on an A100, else 8,192."""
+    tokens = 16384 if run.gpu_memory >= 70 and run.gpu != "a100" else 8192
     widest = max(w.out for w in m.parts if w.layer >= 0)
-    return 2 * ENGINE_TOKENS * (4 * m.fields.hidden_size + 2 * widest / tp) + 8 * ENGINE_SEQS * m.fields.vocab_size
+    return (
+        2 * tokens * (4 * m.fields.hidden_size + 2 * widest / run.tp) + 8 * engine_sequences(run) * m.fields.vocab_size
+    )
 
 
 def kv_cache_bytes(m: Model, tp: int, tokens: float) -> float:
@@ -535,13 +558,16 @@ def gathered_bytes(m: Model, shards: int) -> float:
 
 
 def decoded_bytes(m: Model) -> float:
-    """The largest packed matrix of a layer in bf16, 2·out·in; gate and up of a layer's experts are one."""
-    whole = Counter()
+    """The largest packed matrix of a layer in bf16, 2·out·in; of a layer's experts as many as come to half a gibibyte
+    (model_nvfp4.grouped_matmul), where gate and up of an expert are one."""
+    whole, copies = Counter(), {}
     for w, name in zip(m.parts, m.formats):
         if name != "bf16" and w.layer >= 0:
             fused = w.kind == "experts" and not w.name.endswith("down_proj")
-            whole[(w.layer, "gate_up") if fused else w.name] += 2 * w.size
-    return max(whole.values(), default=0)
+            matrix = (w.layer, "gate_up") if fused else w.name
+            whole[matrix] += 2 * w.out * w.in_
+            copies[matrix] = w.copies
+    return max((one * min(copies[matrix], max(1, 2**29 // one)) for matrix, one in whole.items()), default=0)
 
 
 def layer_activation_bytes(m: Model, run: Run) -> float:
@@ -625,7 +651,7 @@ def phase_memory(m: Model, run: Run) -> tuple[dict[str, float], dict[str, float]
         "optimizer (Adam)": 8 * adapter / run.shard_size,
     }
     engine = {"engine weights": engine_weight_bytes(m, run.tp), "engine LoRA slot": 2 * adapter / run.tp}
-    generate = both | engine | {"engine workspace": engine_workspace_bytes(m, run.tp)}
+    generate = both | engine | {"engine workspace": engine_workspace_bytes(m, run)}
     train = both | {
         "gradient, fp32": 4 * adapter / run.shard_size,
         "gathered layers": gathered_bytes(m, run.shard_size),
@@ -638,10 +664,22 @@ def phase_memory(m: Model, run: Run) -> tuple[dict[str, float], dict[str, float]
         train |= engine
     # With --sleep off nothing changes hands, so the cache must leave room for training as well.
     taken = max(sum(generate.values()), sum(train.values()) if run.sleep == "off" else 0)
-    generate["KV cache"] = max(0.0, budget(run) - taken)
+    left = budget(run) - taken
+    if (
+        run.gpu_memory_utilization
+    ):  # vLLM counts what the driver and it have taken as its own, and fills the rest with cache
+        left = (run.gpu_memory_utilization - engine_share(generate, run)) * run.gpu_memory * SOLD
+    generate["KV cache"] = max(0.0, left)
     if run.sleep == "off":
         train["KV cache"] = generate["KV cache"]
     return generate, train
+
+
+def engine_share(generate: dict[str, float], run: Run) -> float:
+    """What vLLM calls gpu_memory_utilization: its part of the GPU, driver and graphs included."""
+    return sum(size for name, size in generate.items() if name.startswith(("runtime", "engine", "KV"))) / (
+        run.gpu_memory * SOLD
+    )
 
 
 def budget(run: Run) -> float:
@@ -660,7 +698,7 @@ def host_memory(m: Model, run: Run) -> dict[str, float]:
         "processes": ranks * PROCESS * GB,
         "adapter: last and next in fp32, vLLM's in bf16": 10 * ranks * adapter,
         "adapter: the mean, last and next": 8 * ranks * adapter if run.average > 1 else 0.0,
-        "engine weights asleep": ranks * engine if run.sleep == "level1" else 0.0,
+        "engine weights asleep": PINNED * ranks * engine if run.sleep == "level1" else 0.0,
         "loading": ranks * (m.bytes / run.shard_size + max(m.sizes) + 2**30),
     }
 
@@ -690,15 +728,15 @@ def step_tokens(m: Model, run: Run) -> int:
 
 def micro_batches(m: Model, run: Run) -> int:
     """Forward and backward passes of a rank in a step."""
-    return math.ceil(step_tokens(m, run) / (run.gpus * run.max_tokens))
+    return run.minibatches * math.ceil(step_tokens(m, run) / (run.minibatches * run.gpus * run.max_tokens))
 
 
 def wire_bytes(m: Model, run: Run) -> dict[str, float]:
     """Bytes that a rank receives. Packed layers are gathered for forward and again for backward of each micro-batch,
-    the root once: (S − 1)/S·(2·layers + root). LoRA gradients are reduced in fp32, over the shards and then over
-    their copies."""
+    the root once: (S − 1)/S·(2·layers + root); an extra forward gathers all once more. LoRA gradients are reduced in
+    fp32, over the shards and then over their copies."""
     adapter, outside = adapter_parameters(m, run), (run.shard_size - 1) / run.shard_size
-    once = outside * (2 * m.bytes - m.bytes_of(lambda w: w.layer < 0))
+    once = outside * ((2 + run.extra_forwards) * m.bytes - m.bytes_of(lambda w: w.layer < 0))
     return {
         "weights, per micro-batch": once,
         "weights, per step": once * micro_batches(m, run),
@@ -732,8 +770,8 @@ def step_seconds(m: Model, run: Run, fitting: float) -> dict[str, float]:
 
     Prefill: 2·multiplied FLOPs for each prompt token, once per group. Decode: completion·requests/concurrent steps.
     Train: each token passes·(2·multiplied + attention) FLOPs, with 2 passes (forward, and backward through frozen
-    weights) and one more to recompute; dequantization moves 4.56 bytes per packed weight and pass; gathering
-    overlaps, so the slower counts.
+    weights), one more to recompute and one for each extra forward; dequantization moves 4.56 bytes per packed weight
+    and pass; gathering overlaps, so the slower counts.
     """
     device, adapter, multiplied = DEVICES[run.gpu], adapter_parameters(m, run), multiplied_parameters(m)
     flops, bandwidth = device.tflops * 1e12 * MFU, device.bandwidth * GB * HBM_SHARE
@@ -741,8 +779,8 @@ def step_seconds(m: Model, run: Run, fitting: float) -> dict[str, float]:
     link = (device.nvlink if run.shard_size <= domain else device.network) * GB * LINK_SHARE
     host_link = device.host * GB * LINK_SHARE
     requests = math.ceil(run.prompts * run.group_size / max(1, run.gpus // run.tp))
-    concurrent = max(1.0, min(requests, fitting, ENGINE_SEQS))
-    passes = 3 if run.activation_checkpointing else 2
+    concurrent = max(1.0, min(requests, fitting, engine_sequences(run)))
+    passes = 2 + run.activation_checkpointing + run.extra_forwards
     per_token = 2 * multiplied + attention_flops(m, run.prompt_tokens + run.completion_tokens)
     packed = sum(w.size for w, name in zip(m.parts, m.formats) if name != "bf16" and w.layer >= 0)
     multiplying = passes * per_token * step_tokens(m, run) / run.gpus / flops
@@ -787,10 +825,17 @@ def refusals(m: Model, run: Run, generate: dict[str, float], train: dict[str, fl
             f"generating: {taken:.1f} of {there:.1f} GB are taken before the KV cache, in which one sequence of "
             f"{run.context} tokens needs {one / GB:.2f}; {way_out}"
         )
+    other = sum(generate.values()) if run.sleep != "off" else max(sum(generate.values()), sum(train.values()))
+    if run.gpu_memory_utilization and other > budget(run) and generate["KV cache"] >= one:
+        most = run.gpu_memory_utilization - (other - budget(run)) / (run.gpu_memory * SOLD)
+        reasons.append(
+            f"generating: --gpu-memory-utilization {run.gpu_memory_utilization} and the trainer's part come to "
+            f"{other / GB:.1f} GB of {there:.1f}; at most {math.floor(100 * most) / 100} fits"
+        )
     needed = (sum(train.values()) - train.get("KV cache", 0)) / GB
     if needed > there:
         largest = largest_micro_batch(m, run)
-        way_out = "use more GPUs, a larger --shard-size" + (" or --sleep level1" if run.sleep != "level1" else "")
+        way_out = "use more GPUs" + (" or --sleep level1" if run.sleep != "level1" else "")
         way_out = f"--max-tokens {largest} fits" if largest else way_out
         reasons.append(f"training: {needed:.1f} GB are needed and {there:.1f} are there; {way_out}")
     host = sum(host_memory(m, run).values())
@@ -812,7 +857,6 @@ def plan(config: dict[str, Any], **flags: Any) -> dict[str, Any]:
     for w, name in zip(m.parts, m.formats):
         by_kind[w.kind] += w.size
         by_format[name] += w.size
-    engine = sum(size for name, size in generate.items() if name.startswith(("engine", "KV")))
     return {
         "fits": not reasons,
         "reasons": reasons,
@@ -826,7 +870,7 @@ def plan(config: dict[str, Any], **flags: Any) -> dict[str, Any]:
         "generate": generate,
         "train": train,
         "host_per_node": host_memory(m, run),
-        "gpu_memory_utilization": round(engine / (run.gpu_memory * SOLD), 3),
+        "gpu_memory_utilization": round(engine_share(generate, run), 3),
         "sequences_at_context": int(generate["KV cache"] / kv_cache_bytes(m, run.tp, run.context)),
         "sequences_at_mean_length": int(fitting),
         "largest_max_tokens": largest_micro_batch(m, run),
@@ -852,26 +896,34 @@ def read_config(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{path} does not exist; give a config.json or the folder that holds it")
     try:
         config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # no JSON, or no UTF-8
         raise UserError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise UserError(f"{path} holds no JSON object; is it a model's config.json?")
     older = path.with_name("hf_quant_config.json")
     if older.is_file() and not config.get("quantization_config"):
-        config["quantization_config"] = json.loads(older.read_text())["quantization"]
+        config["quantization_config"] = json.loads(older.read_text()).get("quantization")
     return config
 
 
-def flags_of_command(words: list[str]) -> dict[str, Any]:
-    """The fields of `Run` that a train_grpo.py command sets, with the trainer's own defaults for what it leaves out.
+def flags_of_command(words: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """The fields of `Run` that a train_grpo.py command sets, with the trainer's own defaults for what it leaves out, and
+    those of its flags that the plan does not count.
 
-    --completion-tokens is the longest completion there and the mean one here, so it sets --context instead.
+    --completion-tokens is the longest completion there and the mean one, taken for half of it, here; the longest of training
+    or evaluation sets --context.
     """
     from train_grpo import parse_args  # imports torch, which nothing else here needs
 
     args = vars(parse_args(words))
+    longest = args["completion_tokens"]
     same = {f.name: args[f.name] for f in fields(Run) if f.name in args}
-    return same | {"completion_tokens": None, "context": LONGEST_PROMPT + args["completion_tokens"]}
+    same |= {
+        "completion_tokens": max(1, longest // 2),
+        "context": LONGEST_PROMPT + max(longest, args["eval_tokens"] or 0),
+    }
+    same |= {"extra_forwards": (args["kl_coef"] > 0) + (args["old_logprobs"] == "trainer")}
+    return same, [f"--{name.replace('_', '-')}" for name in NOT_COUNTED if args[name]]
 
 
 def table(title: str, rows: dict[str, float], unit: float = GB) -> str:
@@ -903,6 +955,8 @@ def report(p: dict[str, Any]) -> str:
     ]
     if p["not_understood"]:
         lines.append("NOT UNDERSTOOD, so that counts may be wrong: " + "; ".join(p["not_understood"]))
+    if p.get("not_counted"):
+        lines.append(f"not counted, time and memory come on top: {', '.join(p['not_counted'])}")
     lines.append("fits" if p["fits"] else "does not fit, because")
     return "\n".join([*lines, *(f"  {reason}" for reason in p["reasons"])])
 
@@ -916,13 +970,14 @@ def main() -> None:
         how = {"type": kind} if kind else {"action": argparse.BooleanOptionalAction}
         how |= {"required": True} if f.default is MISSING else {"default": f.default}
         parser.add_argument(f"--{f.name.replace('_', '-')}", help=f.metadata["help"], **how)
-    words = sys.argv[1:]
+    words, not_counted = sys.argv[1:], []
     if "--" in words:
         words, command = words[: words.index("--")], words[words.index("--") + 1 :]
-        parser.set_defaults(**flags_of_command(command))  # what stands before the -- wins
+        known, not_counted = flags_of_command(command)
+        parser.set_defaults(**known)  # what stands before the -- wins
     flags = vars(parser.parse_args(words))
     path, as_json = flags.pop("config"), flags.pop("json")
-    result = plan(read_config(path), **flags)
+    result = plan(read_config(path), **flags) | {"not_counted": not_counted}
     print(json.dumps(result, indent=1) if as_json else report(result))
 
 

@@ -5,6 +5,7 @@ pytest tests/test_plan.py
 
 import gc
 import json
+import math
 import os
 import random
 import subprocess
@@ -25,6 +26,7 @@ from plan import (
     decoded_bytes,
     engine_weight_bytes,
     experts_read,
+    flags_of_command,
     gathered_bytes,
     kv_cache_bytes,
     layer_activation_bytes,
@@ -507,7 +509,9 @@ def test_more_shards_and_wider_engines_need_less_per_rank():
     assert engine_weight_bytes(m, 8) < engine_weight_bytes(m, 4) < m.bytes / 3
     assert engine_weight_bytes(m, 8) > m.bytes / 8
     assert gathered_bytes(m, 1) < gathered_bytes(m, 8)  # the next layer is fetched ahead
-    assert decoded_bytes(m) == 2 * 256 * 2 * 2048 * 7168
+    one = 2 * 2 * 2048 * 7168  # gate and up of an expert in bf16; nine of the 256 come to half a gibibyte
+    assert 9 * one < 2**29 < 10 * one
+    assert decoded_bytes(m) == 9 * one
     keep = complete(Run(gpus=1, gpu_memory=80, lora_targets="attention"))
     assert layer_activation_bytes(m, keep) < layer_activation_bytes(m, complete(Run(gpus=1, gpu_memory=80)))
 
@@ -516,6 +520,67 @@ def test_tokens_of_a_step_are_shared_out():
     run = complete(Run(gpus=4, gpu_memory=80, prompts=16, group_size=8, prompt_tokens=100, completion_tokens=1000))
     assert micro_batches(read_model(TINY), run) == -(-16 * (100 + 8 * 1000) // (4 * 16384))
     assert micro_batches(read_model(TINY | LINEAR), run) == -(-16 * 8 * (100 + 1000) // (4 * 16384))  # nothing shared
+
+
+def test_each_optimizer_step_has_micro_batches_of_its_own_and_extra_forwards_cost():
+    flags = {"gpus": 1, "gpu_memory": 80, "prompt_tokens": 100, "completion_tokens": 1000, "max_tokens": 65536}
+    one, many, asked = (
+        plan(QWEN3_8B, assume_quant="nvfp4-linears", **flags, **more)
+        for more in ({}, {"minibatches": 8}, {"extra_forwards": 1})
+    )
+    assert (one["micro_batches"], many["micro_batches"]) == (2, 8)  # 16 · (100 + 8 · 1000) tokens
+    # Forward, backward through frozen weights and recomputation are three passes; a fourth makes it a third more.
+    assert asked["seconds"]["in train: matrix products"] == pytest.approx(
+        4 / 3 * one["seconds"]["in train: matrix products"]
+    )
+
+
+def test_the_engine_takes_the_share_that_it_is_given():
+    flags = {"gpus": 1, "gpu_memory": 80, "assume_quant": "nvfp4-linears", "context": 4096}
+    free = plan(QWEN3_8B, **flags)
+    half = plan(QWEN3_8B, gpu_memory_utilization=0.5, **flags)
+    trainer = {"weight shard", "adapter, fp32", "optimizer (Adam)"}  # all else is in vLLM's own count
+    assert sum(size for name, size in half["generate"].items() if name not in trainer) == pytest.approx(40 * 2**30)
+    assert free["fits"]
+    assert half["fits"]
+    refused = plan(QWEN3_8B, gpu_memory_utilization=0.95, **flags)
+    most = math.floor(100 * free["gpu_memory_utilization"]) / 100
+    assert not refused["fits"]
+    assert refused["reasons"][0].endswith(f"at most {most} fits")
+    assert plan(QWEN3_8B, gpu_memory_utilization=most, **flags)["fits"]
+
+
+def test_sleeping_weights_are_pinned_in_powers_of_two():
+    """rollout.check_sleep refuses a node with less than 1.44 times the weights of its engines."""
+    p = plan(QWEN3_8B, gpus=2, gpu_memory=80, assume_quant="nvfp4-linears")
+    engines = 2 * (p["generate"]["engine weights"] + p["generate"]["engine LoRA slot"])
+    assert p["host_per_node"]["engine weights asleep"] == pytest.approx(engines / math.log(2), rel=0.01)
+
+
+def test_a_head_that_the_config_does_not_name_is_as_the_class_has_it():
+    """LlamaConfig's tie_word_embeddings is False, GemmaConfig's True (transformers 5.19)."""
+    unsaid = TINY | {"tie_word_embeddings": None}
+    for config, head in ((unsaid, True), (unsaid | {"model_type": "gemma"}, False)):
+        assert ("head" in plan(config, gpus=1, gpu_memory=80)["parameters_by_kind"]) == head
+
+
+def test_a_command_of_the_trainer_says_what_it_can():
+    words = [
+        "--model",
+        "any",
+        "--completion-tokens",
+        "40",
+        "--eval-tokens",
+        "2000",
+        "--kl-coef",
+        "0.1",
+        "--refill",
+        "2",
+    ]
+    known, not_counted = flags_of_command([*words, "--old-logprobs", "trainer", "--gpu-memory-utilization", "0.6"])
+    assert (known["completion_tokens"], known["context"]) == (20, 1024 + 2000)
+    assert (known["extra_forwards"], known["gpu_memory_utilization"]) == (2, 0.6)
+    assert not_counted == ["--refill"]
 
 
 @pytest.mark.parametrize(
