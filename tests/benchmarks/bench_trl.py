@@ -11,6 +11,7 @@
       $python tests/benchmarks/bench_trl.py --side ours --seed $seed
     done
     $python tests/benchmarks/bench_trl.py --report
+    $python tests/benchmarks/bench_trl.py --side replay --seed 0              # after tuned of that seed, which it reads
 
 Each side writes one line a step into --results. Equal on all sides and asserted where it can differ: the prompts of every step
 (token for token), the values of the weights (TRL gets the NVFP4 checkpoint decoded to bf16), 16 × 8 samples of at most 40
@@ -23,6 +24,8 @@ a rollout, gradient norm 1, this project's reward.
   where Triton runs), no correction forward, no checkpointing, bf16 weights, micro-batches of 32. The two-matmul LoRA of
   `rollout.py` has no use here: TRL merges the adapter into the weights of the engine at each step.
 - ours: `train_grpo.py` with the smoke recipe's flags.
+- replay: our step trained from TRL's first adapter on the samples that the TRL run drew, so that no draw differs: how alike the
+  adapters are after each step (cosine of how far each has moved), and what both last ones earn on 64 held-out problems × 32.
 """
 
 import argparse
@@ -34,6 +37,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from datetime import timedelta
 from pathlib import Path
 from shutil import copyfile
 
@@ -123,6 +127,11 @@ def record_profile(seconds: dict[str, float]) -> None:
     ProfilingContext._log_metrics = log_metrics
 
 
+def record_folder(args: argparse.Namespace) -> Path:
+    """Where the tuned side leaves its samples and adapters for the replay."""
+    return args.results.parent / f"bench_trl-{args.side.replace('replay', 'tuned')}-{args.seed}"
+
+
 def run_trl(args: argparse.Namespace, folder: Path, work: Path) -> None:
     tuned = args.side == "tuned"
     patch_vllm(tuned)
@@ -131,6 +140,7 @@ def run_trl(args: argparse.Namespace, folder: Path, work: Path) -> None:
     import trl.trainer.utils
     from datasets import Dataset
     from peft import LoraConfig
+    from safetensors.torch import save_file
     from transformers import AutoTokenizer, TrainerCallback
 
     import reward as grader
@@ -147,22 +157,36 @@ def run_trl(args: argparse.Namespace, folder: Path, work: Path) -> None:
     ]
     rows = [{"prompt": problem.messages, "answer": problem.answer} for problem in problems]
     state = {"step": 0, "tokens": 0, "seconds": 0.0, "cpu": 0.0}
+    record = record_folder(args)
+    record.mkdir(parents=True, exist_ok=True)
+    (record / "samples.jsonl").unlink(missing_ok=True)
+
+    def save_policy(model) -> None:
+        adapter = {name.replace(".default", ""): p.detach() for name, p in model.named_parameters() if "lora_" in name}
+        save_file(adapter, record / f"step{state['step']}.safetensors")
 
     def boxed_answer(prompts, completions, completion_ids, answer, **_) -> list[float]:
         expected = rows[state["step"] * args.prompts : (state["step"] + 1) * args.prompts]
         assert prompts == [row["prompt"] for row in expected for _ in range(GROUP_SIZE)], "TRL trains other prompts"
         state["tokens"] = sum(map(len, completion_ids))
-        return [v.reward for v in grader.score([completion[0]["content"] for completion in completions], answer)]
+        rewards = [v.reward for v in grader.score([completion[0]["content"] for completion in completions], answer)]
+        with open(record / "samples.jsonl", "a") as file:
+            file.write(json.dumps({"ids": completion_ids, "rewards": rewards}) + "\n")
+        return rewards
 
     class Clock(TrainerCallback):
+        def on_train_begin(self, *_, model, **__):
+            save_policy(model)
+
         def on_step_begin(self, *_, **__):
             seconds.clear()
             state["cpu"], state["seconds"] = -cpu_seconds(os.getpid()), -time.perf_counter()
 
-        def on_step_end(self, *_, **__):
+        def on_step_end(self, *_, model, **__):
             state["cpu"] += cpu_seconds(os.getpid())
             state["seconds"] += time.perf_counter()
             state["step"] += 1
+            save_policy(model)
 
         def on_log(self, _, __, ___, logs, **____):
             if "reward" in logs:
@@ -248,6 +272,79 @@ def run_ours(args: argparse.Namespace, work: Path) -> None:
     assert process.returncode == 0, f"train_grpo.py ended with {process.returncode}"
 
 
+def run_replay(args: argparse.Namespace) -> None:
+    """Our half of a step, on TRL's samples; the ratio is 1 as in TRL without its correction, the rest is the smoke recipe's."""
+    import numpy as np
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoTokenizer
+
+    import model_nvfp4
+    import reward as grader
+    import rollout
+    import train_grpo as t
+    from eval_aime import sample_seed
+
+    t.join_ranks(timedelta(minutes=30))
+    t.register_attention()
+    flags = t.parse_args(["--model", args.model, "--dataset", "arithmetic"])
+    targets = {"lora_targets": flags.lora_targets, "lora_experts": False}
+    model = model_nvfp4.build_model(args.model, lora_rank=16, lora_alpha=32, **targets, attn_implementation="grouped")
+    policy = t.Policy(model)
+    model_nvfp4.shard(policy, activation_checkpointing=False)
+    model_nvfp4.load_weights(policy, args.model, seed=0)
+    policy.eval()
+    optimizer, record = t.build_optimizer(policy, 5e-4), record_folder(args)
+    adapters = [load_file(record / f"step{step}.safetensors") for step in range(args.steps + 1)]
+    model_nvfp4.load_lora_state_dict(policy, adapters[0])
+    train, heldout = t.arithmetic_problems(args.seed)
+    encode = lambda problems: rollout.encode_prompts(tokenizer, [p.messages for p in problems])  # noqa: E731
+    tokenizer, N = AutoTokenizer.from_pretrained(args.model), args.prompts * GROUP_SIZE
+    clip = {"loss": "dapo", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": None, "kl_coef": 0.0}
+    for step, line in enumerate((record / "samples.jsonl").read_text().splitlines()[: args.steps]):
+        said = json.loads(line)
+        prompts = encode(t.next_problems(train, step, args.prompts, args.seed))
+        pairs = [(prompts[i // GROUP_SIZE], ids) for i, ids in enumerate(said["ids"])]
+        samples = [rollout.Sample(prompt, ids, [0.0] * len(ids), "", "stop", 0) for prompt, ids in pairs]
+        advantages = t.group_advantages(torch.tensor(said["rewards"]).view(-1, GROUP_SIZE))  # (P, G)
+        segments = t.make_segments(samples, advantages, 8192)
+        trained = sum(len(ids) for segment in segments for ids, _, _ in segment.completions)
+        denominator = t.loss_denominator("dapo", trained, sum(map(len, said["ids"])), N, COMPLETION_TOKENS)
+        total = torch.zeros(())  # ()
+        for batch in map(t.pack, t.balance(segments, 1, 8192)[0]):
+            logprobs, _ = t.token_logprobs(policy, batch, 1.0)  # (S,)
+            loss, _ = t.policy_loss(
+                logprobs, logprobs.detach(), batch.advantages, batch.samples, denominator,
+                weights=None, reference_logprobs=None, **clip,
+            )  # fmt: skip
+            loss.backward()
+            total += loss.detach()
+        norm = t.optimizer_step(optimizer, total, len(segments), 1.0)
+        ours, alike = model_nvfp4.lora_state_dict(policy), {}
+        for kind in ("lora_A", "lora_B"):
+            moved = (
+                torch.cat([(adapter[name] - adapters[0][name]).flatten() for name in sorted(ours) if kind in name])
+                for adapter in (ours, adapters[step + 1])
+            )
+            alike[kind] = torch.cosine_similarity(*moved, dim=0).item()  # of lora_A 0 after one step: neither has moved
+        write(args, step=step + 1, reward=float(np.mean(said["rewards"])), grad_norm=norm, **alike)
+    engine = rollout.build_engine(args.model, max_model_len=CONTEXT, max_lora_rank=16, seed=0)
+    seeds = [sample_seed(args.seed, 99, p.id, member) for p in heldout for member in range(32)]
+    prompts = [ids for ids in encode(heldout) for _ in range(32)]
+    accuracy = []  # of TRL's last adapter and ours, (problems,) each, with the same draws
+    for adapter in (adapters[args.steps], ours):
+        with rollout.awake(engine):
+            rollout.push_adapter(engine, adapter, {"r": 16, "lora_alpha": 32}, len(accuracy))
+            limits = {"max_tokens": COMPLETION_TOKENS, "temperature": 1.0, "use_adapter": True}
+            said = [sample.text for sample in rollout.generate(engine, prompts, seeds, **limits)]
+        verdicts = grader.score(said, [p.answer for p in heldout for _ in range(32)])
+        accuracy.append(np.array([v.reward for v in verdicts]).reshape(-1, 32).mean(1))
+    gained = accuracy[1] - accuracy[0]  # (problems,)
+    figures = {"trl": accuracy[0].mean(), "ours": accuracy[1].mean(), "se": gained.std(ddof=1) / len(gained) ** 0.5}
+    write(args, step=args.steps, **{name: round(float(value), 4) for name, value in figures.items()})
+    rollout.shutdown(engine)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -287,7 +384,7 @@ def report(results: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--side", choices=["stock", "tuned", "ours"])
+    parser.add_argument("--side", choices=["stock", "tuned", "ours", "replay"])
     parser.add_argument("--report", action="store_true", help="print the table of what --results holds")
     parser.add_argument("--results", type=Path, default=ROOT / "runs" / "bench_trl.jsonl")
     parser.add_argument("--model", default=str(ROOT / "models" / "SmolLM2-135M-Instruct-NVFP4"))
@@ -301,6 +398,9 @@ def main() -> None:
         return
     if not args.side:
         parser.error("--side or --report")
+    if args.side == "replay":
+        run_replay(args)
+        return
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         if args.side == "ours":
