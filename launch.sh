@@ -146,11 +146,11 @@ if [[ -n ${SLURM_JOB_ID-} ]]; then
 fi
 DRY_RUN=$([[ " ${WORDS[*]-} " == *" --dry-run "* ]] && echo yes || true)
 if ((GPUS)); then # what is here, for plan.py
-  DETECTED=$(nvidia-smi -L | grep -oiE 'gb200|b200|h200|h100|a100|rtx ?4090' | head -n 1 | tr -d ' ' | tr '[:upper:]' '[:lower:]' || true)
+  DETECTED=$(nvidia-smi -L | grep -oiE 'gb[23]00|b[23]00|h200|h100|a100|rtx ?4090' | head -n 1 | tr -d ' ' | tr '[:upper:]' '[:lower:]' || true)
   HOST=$(($(awk '/MemTotal/ {print $2}' /proc/meminfo) / 1048576))
-  MEMORY=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -n 1)
+  MEMORY=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | sed -n 1p)
   if [[ $MEMORY =~ ^[0-9]+$ ]]; then MEMORY=$((MEMORY / 1024)); else MEMORY=$HOST; fi # "[N/A]": GPU and host share it
-  MACHINE=(--gpu-memory "$MEMORY" --host-memory "$HOST" ${DETECTED:+--gpu "$DETECTED"})
+  MACHINE=(--gpu-memory "$MEMORY" --host-memory "$HOST" $([[ -z $DETECTED || $DETECTED == *b300 ]] || echo "--gpu $DETECTED"))
 elif [[ $DRY_RUN && -z ${NPROC-} && -z ${NNODES-} ]]; then # the machine that the recipe is for
   if [[ ${MACHINE[*]} =~ --gpus\ ([0-9]+) ]]; then NPROC=${BASH_REMATCH[1]}; fi
   if [[ ${MACHINE[*]} =~ --gpus-per-node\ ([0-9]+) ]]; then NNODES=$((NPROC / BASH_REMATCH[1])) NPROC=${BASH_REMATCH[1]}; fi
@@ -230,12 +230,17 @@ export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} PYTHONWARNINGS=${PYTHON
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((CORES / NPROC > 0 ? CORES / NPROC : 1))} # an oversubscribed core spins
 # torchrun keeps one store over its restarts, in which the new ranks would find the addresses of dead ones (torch 2.13).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-# B200, GB200: Triton does not compile vLLM's LoRA kernels with programmatic dependent launch (vLLM issue 30872, open).
-if [[ ${DETECTED-} == *b200 ]]; then export VLLM_LORA_DISABLE_PDL=${VLLM_LORA_DISABLE_PDL:-1}; fi
+# B200, GB200 (and B300, GB300 by caution): Triton does not compile vLLM's LoRA kernels with programmatic dependent launch (vLLM issue 30872, open).
+if [[ ${DETECTED-} == *b[23]00 ]]; then export VLLM_LORA_DISABLE_PDL=${VLLM_LORA_DISABLE_PDL:-1}; fi
 # Left alone on purpose. PYTORCH_ALLOC_CONF: vLLM 0.32 turns expandable segments off around its sleep pool by itself.
 # TORCH_NCCL_ASYNC_ERROR_HANDLING: torchrun sets 1. NCCL_CUMEM_ENABLE: 0 was for NCCL before 2.22.3 (vLLM pull 24141).
 
 set_up
+
+if ((GPUS)) && [[ ! $DRY_RUN ]]; then # or everything after this would take the way of a machine without a GPU
+  .venv/bin/python -c 'import torch; raise SystemExit(not torch.cuda.is_available())' ||
+    fail "nvidia-smi lists $GPUS GPU(s), PyTorch sees none: its build for CUDA 13 wants driver 580 or later."
+fi
 
 # gloo takes the address that the host's own name resolves to, 127.0.1.1 on Debian and 127.0.0.1 in many containers, and
 # tells it to the other nodes; NCCL may take a network that joins nothing. The interface that reaches the first node does.

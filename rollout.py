@@ -571,6 +571,7 @@ def generate(
             )
             if on_sample and rank % tp == 0:
                 on_sample(index, samples[index])
+    drain(engine)
     assert set(samples) == set(mine), f"the engine answered {len(samples)} of {len(mine)} requests"
 
     if gather:
@@ -591,6 +592,16 @@ def generate(
         idle = [round(1 - seconds / slowest, 4) for seconds in busy[::tp]]
         engine.stats |= {"tokens": sampled, "tokens_per_second": sampled / slowest, "idle": idle}
     return [samples[index] for index in sorted(samples)]
+
+
+def drain(engine: LLM) -> None:
+    """Step until the engine itself has nothing left. On a GPU it schedules a step ahead, so that the last answer comes out
+    while a surplus step is still queued: `release_kv_cache_memory` refuses then, and what the step says of its experts would
+    arrive after the reset of the prefix cache, which vLLM 0.32 asserts against.
+    """
+    core = engine.llm_engine.engine_core.engine_core
+    while core.scheduler.has_requests() or core.batch_queue:
+        engine.llm_engine.step()
 
 
 def chosen_experts(engine: LLM, returned: np.ndarray | None, index: int, tokens: int) -> np.ndarray | None:

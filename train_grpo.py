@@ -794,6 +794,7 @@ def parity_probe(
                 with torch.no_grad():
                     logprobs, _ = token_logprobs(policy, batch, 1.0)  # (S,)
                 gaps.append(gap_stats(logprobs, batch.sampler_logprobs)["gap"].item() / len(logprobs))
+            policy.reshard()  # FSDP keeps the root's weights until a backward, and the engine is about to wake
             shared = torch.tensor(gaps)  # (2,)
             dist.all_reduce(shared, op=dist.ReduceOp.MAX)  # a rounding must not send the ranks different ways
             results[kind] = used, without = shared.tolist()
@@ -1202,6 +1203,8 @@ def check_flags(args: argparse.Namespace, world: int) -> None:
          f"--lora-experts: {args.model} has no routed experts in NVFP4; leave the flag out."),
         (args.replay_experts and not model_nvfp4.has_experts(args.model),
          f"--replay-experts: {args.model} has no routed experts in NVFP4; leave the flag out."),
+        (args.replay_experts and args.tp > 1,  # vLLM 0.32 hands the choices to the first rank of an engine alone
+         f"--replay-experts goes with --tp 1 only, not {args.tp}: vLLM tells the choices of experts to one rank of an engine."),
         (args.lora_experts and args.lora_rank % 8,  # grouped_mm wants rows of 16 bytes
          f"--lora-experts wants a --lora-rank that 8 divides, such as {-(-args.lora_rank // 8) * 8}; not {args.lora_rank}."),
         (world % args.tp, f"--tp {args.tp} does not divide the {world} ranks; use a divisor of {world}."),

@@ -144,6 +144,7 @@ def test_eval_and_test_get_their_words(folder):
 def gb200(folder, number):
     lines = "".join(f"echo 'GPU {i}: NVIDIA GB200 (UUID: GPU-{i})';" for i in range(number))
     program(folder, "nvidia-smi", f"if [[ $1 == -L ]]; then {lines} else echo 189471; fi")
+    (folder / "torch.py").write_text("class cuda:\n    is_available = lambda: True\n")
     set_up_for(folder, "requirements.txt")
 
 
@@ -161,6 +162,25 @@ def test_a_gpu_node_starts_a_rank_on_each_visible_gpu(folder):
     assert words[words.index("--gpu-memory") + 1] == "185"
     assert words[words.index("--gpu") + 1] == "gb200"
     assert "rtx4090" not in words
+
+
+def test_a_gpu_that_pytorch_cannot_use_is_told(folder):
+    """An old driver: nvidia-smi lists the GPU, the CUDA 13 build of PyTorch sees none."""
+    gb200(folder, 1)
+    (folder / "torch.py").write_text("class cuda:\n    is_available = lambda: False\n")
+    refused(folder, "wants driver 580 or later")
+
+
+def test_a_gpu_that_plan_py_does_not_know_is_planned_by_its_memory(folder):
+    gb200(folder, 4)
+    nvidia_smi = folder / ".venv" / "bin" / "nvidia-smi"
+    nvidia_smi.write_text(nvidia_smi.read_text().replace("GB200", "GB300"))
+    started, _ = launch(folder, "--dry-run")
+    words = started[0][1]
+    assert "--gpu" not in words
+    assert words[words.index("--gpu-memory") + 1] == "185"
+    started, _ = launch(folder)
+    assert started[-1][2]["VLLM_LORA_DISABLE_PDL"] == "1"
 
 
 def test_set_up_is_not_repeated_and_does_not_race(folder):
@@ -345,7 +365,7 @@ def test_the_plan_takes_the_trainers_flags_and_what_stands_before_them_wins(tmp_
         defaults.max_tokens,
         False,
     )  # the trainer's, not ours
-    assert run["completion_tokens"] == (3072 + 1024 - run["prompt_tokens"]) // 2
+    assert run["completion_tokens"] == 3072 // 2  # half of the longest
     monkeypatch.setattr(sys, "argv", [*sys.argv[:6], "--context", "9000", *sys.argv[6:]])
     plan.main()
     assert json.loads(capsys.readouterr().out)["run"]["context"] == 9000

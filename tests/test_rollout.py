@@ -199,6 +199,26 @@ def test_the_gpu_changes_hands_in_the_order_that_works(mode):
         engine.calls.clear()
 
 
+def test_nothing_is_in_flight_when_the_engine_goes_to_sleep():
+    """On a GPU vLLM schedules a step ahead: its last answer leaves a surplus step queued and finished requests unforgotten,
+    with which its own `release_kv_cache_memory` refuses."""
+    engine = recording_engine("kv")
+    core = engine.llm_engine.release_kv_cache_memory.__self__
+    engine.llm_engine.engine_core = SimpleNamespace(engine_core=core)
+    rollout.wake_kv_cache(engine)
+    unforgotten, core.batch_queue = ["finished"], ["surplus step"]
+    core.scheduler.has_requests = lambda: bool(unforgotten)
+    engine.llm_engine.step = lambda: (unforgotten or core.batch_queue).pop()
+    with pytest.raises(RuntimeError, match="requires a completed pause"):
+        rollout.fall_asleep(engine)
+    engine.llm_engine.wake_up(tags=["kv_cache"])
+    rollout.drain(engine)
+    assert not unforgotten
+    assert not core.batch_queue
+    rollout.fall_asleep(engine)
+    assert engine.calls[-1] == ("discard", ("kv_cache",))
+
+
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("mode", ORDER)
 def test_a_push_alone_wakes_no_cache(mode):
@@ -365,7 +385,10 @@ def work(folder, tp, out):
 
     def sample(**options):
         options = {"max_tokens": 24, "temperature": 1.0, "use_adapter": True} | options
-        return rollout.generate(engine, prompts, list(range(len(prompts))), **options)
+        samples = rollout.generate(engine, prompts, list(range(len(prompts))), **options)
+        core = engine.llm_engine.engine_core.engine_core
+        assert not core.scheduler.has_requests() and not core.batch_queue
+        return samples
 
     def tokens(samples):
         return [s.completion_ids for s in samples]
