@@ -60,7 +60,8 @@ recipe() {
   qwen3-30b-a3b) # one node of 8 GPUs of 80 GB
     # Expected per GPU: 18 GB of engine and a KV cache for 59 samples while generating, 23 GB in all while training; host
     # 291 GB, of which 209 are sleeping engines. A step: 367 s generating, 81 s training; 100 steps: 12.5 hours.
-    # Every expert stays frozen and without an adapter: LoRA is on attention alone.
+    # Every expert stays frozen and without an adapter: LoRA is on attention alone. vLLM must be told, or it keeps room for
+    # an adapter on all of them (3.3 GB).
     ABOUT="Qwen3-30B-A3B on DAPO's mathematics, 8 GPUs of 80 GB"
     MACHINE=(--gpus 8 --gpu h100 --gpu-memory 80 --host-memory 1000)
     FACTS=(--prompt-tokens 150)
@@ -71,7 +72,8 @@ recipe() {
       --eval-benchmark aime2024 --eval-every 10 --heldout-samples 8 --eval-temperature 0.6 --eval-top-p 0.95
       --steps 100 --prompts 64 --group-size 16 --completion-tokens 16384 --temperature 1.0 --truncated mask
       --lora-rank 32 --lora-alpha 64 --lr 2e-5 --warmup 5
-      --sleep level1 --gpu-memory-utilization 0.85 --max-tokens 32768 --activation-checkpointing --keep 2) ;;
+      --sleep level1 --gpu-memory-utilization 0.85 --max-tokens 32768 --activation-checkpointing --keep 2
+      --engine-args '{"lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}') ;;
 
   mistral-large-4) # 8 nodes of 4 GB200 (186 GB each, aarch64 hosts), one NVLink domain
     # Expected per GPU: 153 GB of engine, 19 of shard and a KV cache for 12 samples while generating, 100 GB in all while
@@ -80,7 +82,8 @@ recipe() {
     # Versions: its class is in transformers 5.22.2 and later, and in no vLLM of the package index up to 0.33.0; vLLM's
     # documentation lists it for a later one. With the versions pinned here the start is refused, in one sentence.
     # To change them: both lines of requirements.txt; launch.sh then installs anew.
-    # Not on kv_b_proj, which decoding multiplies into other matrices, nor on experts.
+    # Not on kv_b_proj, which decoding multiplies into other matrices, nor on experts (of which vLLM must be told, or it keeps
+    # 6.7 GB for them).
     ABOUT="Mistral Large 4 on DAPO's mathematics, 8 nodes of 4 GB200"
     MACHINE=(--gpus 32 --gpus-per-node 4 --gpu gb200 --gpu-memory 186 --host-memory 960)
     FACTS=(--prompt-tokens 150 --assume-quant nvfp4-experts,fp8-linears)
@@ -90,7 +93,8 @@ recipe() {
       --eval-benchmark aime2024 --eval-every 25 --heldout-samples 8 --eval-temperature 0.6 --eval-top-p 0.95
       --steps 75 --prompts 64 --group-size 16 --completion-tokens 16384 --temperature 1.0 --truncated mask
       --lora-rank 16 --lora-alpha 32 --lora-targets q_proj,o_proj,kv_a_proj_with_mqa --lr 2e-5 --warmup 5
-      --tp 4 --sleep level1 --gpu-memory-utilization 0.85 --max-tokens 32768 --activation-checkpointing --keep 2) ;;
+      --tp 4 --sleep level1 --gpu-memory-utilization 0.85 --max-tokens 32768 --activation-checkpointing --keep 2
+      --engine-args '{"lora_target_modules": ["q_proj", "o_proj", "kv_a_proj_with_mqa"]}') ;;
 
   *) fail "no recipe named $1; there are smoke, qwen3-8b, qwen3-30b-a3b and mistral-large-4." ;;
   esac

@@ -74,11 +74,7 @@ MFU, HBM_SHARE, LINK_SHARE, SOLD, USABLE, RUNTIME, PINNED, PROCESS, DISK = ASSUM
 
 LOGITS_OF_A_CHUNK = 2**25  # train_grpo.TokenLogprobs
 LONGEST_PROMPT = 1024  # tokens; with a command of train_grpo.py, where only the data know it
-NOT_COUNTED = (
-    "refill",
-    "engine_args",
-    "replay_experts",
-)  # flags of train_grpo.py with a price that no formula below has
+NOT_COUNTED = ("refill", "replay_experts")  # flags of train_grpo.py with a price that no formula below has
 # What families do and no field of their configs says: MLPs without a gate, norms of q and k, four norms in a layer.
 UNGATED_MLP = r"(phi|starcoder2|nemotron|arcee|apertus|gpt_neox|falcon|gpt2|opt)$"
 QK_NORM = r"qwen3|qwen4|gemma[34]|olmo[23e]|flex_olmo|glm4_moe$|minimax_m2|exaone4|hunyuan|dots1|afmoe|apertus"
@@ -402,6 +398,7 @@ class Run:
     lora_rank: int = flag(16, "rank of the adapter")
     lora_targets: str = flag("all-linear", "all-linear, attention, or names such as q_proj,o_proj")
     lora_experts: bool = flag(False, "an adapter on every routed expert too")
+    expert_slots: bool = flag(True, "vLLM keeps room for an adapter on all experts (not with its lora_target_modules)")
     average: int = flag(1, "above 1 a mean of the adapters is kept as well")
     minibatches: int = flag(1, "optimizer steps per rollout, each with micro-batches of its own")
     extra_forwards: int = flag(0, "forwards beside the training one: of --kl-coef, of --old-logprobs trainer")
@@ -507,6 +504,16 @@ def engine_weight_bytes(m: Model, tp: int) -> float:
 def engine_sequences(run: Run) -> int:
     """Sequences that an engine runs at once (max_num_seqs), as train_grpo.py sets it."""
     return min(1024, run.prompts * run.group_size)
+
+
+def lora_slot_bytes(m: Model, run: Run) -> float:
+    """Room for one adapter in bf16: 2·r·(in + out)/tp of what is adapted, and of all routed experts, adapted or not, unless
+    vLLM is told its lora_target_modules. Of experts A of gate and up and B of down, which meet the whole hidden state, are
+    on every rank (vllm/lora/layers/fused_moe.py)."""
+    experts = [w for w in m.parts if w.kind == "experts"] if run.lora_experts or run.expert_slots else []
+    others = sum((w.in_ + w.out) * w.copies for w in adapted(m, run) if w.kind != "experts")
+    ends = [(w.out, w.in_, w.copies) if w.name.endswith("down_proj") else (w.in_, w.out, w.copies) for w in experts]
+    return 2 * run.lora_rank * (sum((H + inner / run.tp) * E for H, inner, E in ends) + others / run.tp)
 
 
 def engine_workspace_bytes(m: Model, run: Run) -> float:
@@ -650,7 +657,7 @@ def phase_memory(m: Model, run: Run) -> tuple[dict[str, float], dict[str, float]
         "adapter, fp32": 4 * adapter / run.shard_size,
         "optimizer (Adam)": 8 * adapter / run.shard_size,
     }
-    engine = {"engine weights": engine_weight_bytes(m, run.tp), "engine LoRA slot": 2 * adapter / run.tp}
+    engine = {"engine weights": engine_weight_bytes(m, run.tp), "engine LoRA slot": lora_slot_bytes(m, run)}
     generate = both | engine | {"engine workspace": engine_workspace_bytes(m, run)}
     train = both | {
         "gradient, fp32": 4 * adapter / run.shard_size,
@@ -693,7 +700,7 @@ def host_memory(m: Model, run: Run) -> dict[str, float]:
     model_nvfp4.load_weights promises)."""
     ranks = min(run.gpus, run.gpus_per_node)
     adapter = adapter_parameters(m, run)
-    engine = engine_weight_bytes(m, run.tp) + 2 * adapter / run.tp
+    engine = engine_weight_bytes(m, run.tp) + lora_slot_bytes(m, run)
     return {
         "processes": ranks * PROCESS * GB,
         "adapter: last and next in fp32, vLLM's in bf16": 10 * ranks * adapter,
@@ -923,7 +930,10 @@ def flags_of_command(words: list[str]) -> tuple[dict[str, Any], list[str]]:
         "context": LONGEST_PROMPT + max(longest, args["eval_tokens"] or 0),
     }
     same |= {"extra_forwards": (args["kl_coef"] > 0) + (args["old_logprobs"] == "trainer")}
-    return same, [f"--{name.replace('_', '-')}" for name in NOT_COUNTED if args[name]]
+    engine_args = set(args["engine_args"])
+    same |= {"expert_slots": "lora_target_modules" not in engine_args}
+    not_counted = [f"--{name.replace('_', '-')}" for name in NOT_COUNTED if args[name]]
+    return same, not_counted + ["--engine-args"] * bool(engine_args - {"lora_target_modules"})
 
 
 def table(title: str, rows: dict[str, float], unit: float = GB) -> str:

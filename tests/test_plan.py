@@ -111,6 +111,7 @@ def test_mistral_large_4_as_counted_on_the_meta_device():
 def test_mistral_large_4_fits_where_the_field_ran_it():
     """8 nodes of 4 GB200 with 152 GB of engine weights per rank; half the machine is refused with the reason."""
     flags = {"gpus_per_node": 4, "gpu_memory": 186, "tp": 4, "context": 16384, "assume_quant": NVFP4_EXPERTS}
+    flags |= {"expert_slots": False}
     whole = plan(large_4(), gpus=32, host_memory=960, max_tokens=49152, lora_targets="attention", **flags)
     assert whole["fits"], whole["reasons"]
     assert whole["generate"]["engine weights"] == pytest.approx(152e9, rel=0.01)
@@ -134,12 +135,16 @@ def test_adapter_sizes_of_mistral_large_4():
 
 
 def test_an_adapter_on_experts_is_counted_where_it_lies():
-    """Rank 16 on the experts of Mistral Large 4: 10.7 GB in an engine's slot, 64 GB in fp32 with Adam's moments over all
-    shards; and each rank holds the last one and the next one in fp32 and vLLM's copy in bf16, 53.6 GB."""
+    """Rank 16 on the experts of Mistral Large 4: 10.7 GB in bf16, of which each rank of an engine of four has what meets the
+    hidden state whole and a quarter of the rest; 64 GB in fp32 with Adam's moments over all shards; and each rank holds the
+    last one and the next one in fp32 and vLLM's copy in bf16, 53.6 GB. vLLM keeps the slot also for experts without one."""
     flags = {"gpus": 32, "gpus_per_node": 4, "gpu_memory": 186, "tp": 4, "assume_quant": "nvfp4-experts,fp8-linears"}
-    without, with_experts = [plan(large_4(), **flags, lora_experts=on) for on in (False, True)]
+    without, with_experts = [plan(large_4(), **flags, expert_slots=False, lora_experts=on) for on in (False, True)]
+    assert plan(large_4(), **flags)["generate"]["engine LoRA slot"] == with_experts["generate"]["engine LoRA slot"]
+    text = large_4().get("text_config", large_4())
+    H, inner = text["hidden_size"], text["moe_intermediate_size"]
     grown = lambda phase, *rows: sum(with_experts[phase][row] - without[phase][row] for row in rows)  # noqa: E731
-    assert grown("generate", "engine LoRA slot") * 4 == pytest.approx(10.7e9, rel=0.01)
+    assert grown("generate", "engine LoRA slot") == pytest.approx(10.7e9 * (H + inner / 4) / (H + inner), rel=0.01)
     assert grown("train", "adapter, fp32", "optimizer (Adam)") * 32 == pytest.approx(64.3e9, rel=0.01)
     assert grown("host_per_node", "adapter: last and next in fp32, vLLM's in bf16") / 4 == pytest.approx(
         53.6e9, rel=0.01
@@ -580,7 +585,12 @@ def test_a_command_of_the_trainer_says_what_it_can():
     known, not_counted = flags_of_command([*words, "--old-logprobs", "trainer", "--gpu-memory-utilization", "0.6"])
     assert (known["completion_tokens"], known["context"]) == (20, 1024 + 2000)
     assert (known["extra_forwards"], known["gpu_memory_utilization"]) == (2, 0.6)
+    assert known["expert_slots"]
     assert not_counted == ["--refill"]
+    targets = '{"lora_target_modules": ["q_proj"]}'
+    known, not_counted = flags_of_command(["--model", "any", "--engine-args", targets])
+    assert (known["expert_slots"], not_counted) == (False, [])
+    assert flags_of_command(["--model", "any", "--engine-args", '{"block_size": 64}'])[1] == ["--engine-args"]
 
 
 @pytest.mark.parametrize(
