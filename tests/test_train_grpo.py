@@ -824,6 +824,9 @@ def test_an_adapter_on_experts_wants_experts_and_a_rank_that_can_be_grouped(tmp_
         train_grpo.check_flags(train_grpo.parse_args([*words, str(rank)]), world=1)
     if architecture == "Qwen3Moe":
         train_grpo.check_flags(train_grpo.parse_args([*words, "16"]), world=1)
+        named = ["16", "--engine-args", '{"lora_target_modules": ["q_proj"]}']
+        with pytest.raises(UserError, match="leaves the experts out of the engine"):
+            train_grpo.check_flags(train_grpo.parse_args([*words, *named]), world=1)
         with pytest.raises(UserError, match="--tp 1 only"):
             train_grpo.check_flags(train_grpo.parse_args([*words, "16", "--replay-experts", "--tp", "2"]), world=2)
 
