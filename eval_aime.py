@@ -906,7 +906,7 @@ def run(args: argparse.Namespace) -> None:
         return
     if os.environ.get("RANK", "0") == "0":
         args.out.mkdir(parents=True, exist_ok=True)
-        lock = lock_run(args.out, flag="--out")
+        lock = lock_run(args.out, patience=10, flag="--out")
     alone = {"max_num_seqs": 1, "enable_prefix_caching": False} if args.exact else {}
     engine_args = alone | args.engine_args
     if "RANK" in os.environ:  # started by torchrun

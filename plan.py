@@ -672,9 +672,7 @@ def phase_memory(m: Model, run: Run) -> tuple[dict[str, float], dict[str, float]
     # With --sleep off nothing changes hands, so the cache must leave room for training as well.
     taken = max(sum(generate.values()), sum(train.values()) if run.sleep == "off" else 0)
     left = budget(run) - taken
-    if (
-        run.gpu_memory_utilization
-    ):  # vLLM counts what the driver and it have taken as its own, and fills the rest with cache
+    if run.gpu_memory_utilization:  # vLLM fills its share with cache, whatever the trainer needs
         left = (run.gpu_memory_utilization - engine_share(generate, run)) * run.gpu_memory * SOLD
     generate["KV cache"] = max(0.0, left)
     if run.sleep == "off":
@@ -684,9 +682,8 @@ def phase_memory(m: Model, run: Run) -> tuple[dict[str, float], dict[str, float]
 
 def engine_share(generate: dict[str, float], run: Run) -> float:
     """What vLLM calls gpu_memory_utilization: its part of the GPU, driver and graphs included."""
-    return sum(size for name, size in generate.items() if name.startswith(("runtime", "engine", "KV"))) / (
-        run.gpu_memory * SOLD
-    )
+    its = sum(size for name, size in generate.items() if name.startswith(("runtime", "engine", "KV")))
+    return its / (run.gpu_memory * SOLD)
 
 
 def budget(run: Run) -> float:
@@ -696,8 +693,8 @@ def budget(run: Run) -> float:
 
 def host_memory(m: Model, run: Run) -> dict[str, float]:
     """Bytes of a node: each rank's process and its whole copies of the adapter (before and after a step, vLLM's, the mean), its
-    engine weights while they sleep at level 1, and the peak of loading, a shard, the largest tensor and 1 GiB (what
-    model_nvfp4.load_weights promises)."""
+    engine weights while they sleep at level 1 (as rollout.check_sleep counts them), and the peak of loading, a shard, the
+    largest tensor and 1 GiB (what model_nvfp4.load_weights promises)."""
     ranks = min(run.gpus, run.gpus_per_node)
     adapter = adapter_parameters(m, run)
     engine = engine_weight_bytes(m, run.tp) + lora_slot_bytes(m, run)
@@ -832,12 +829,12 @@ def refusals(m: Model, run: Run, generate: dict[str, float], train: dict[str, fl
             f"generating: {taken:.1f} of {there:.1f} GB are taken before the KV cache, in which one sequence of "
             f"{run.context} tokens needs {one / GB:.2f}; {way_out}"
         )
-    other = sum(generate.values()) if run.sleep != "off" else max(sum(generate.values()), sum(train.values()))
-    if run.gpu_memory_utilization and other > budget(run) and generate["KV cache"] >= one:
-        most = run.gpu_memory_utilization - (other - budget(run)) / (run.gpu_memory * SOLD)
+    taken = max(sum(generate.values()), sum(train.values()) if run.sleep == "off" else 0)
+    if run.gpu_memory_utilization and taken > budget(run) and generate["KV cache"] >= one:
+        most = run.gpu_memory_utilization - (taken - budget(run)) / (run.gpu_memory * SOLD)
         reasons.append(
             f"generating: --gpu-memory-utilization {run.gpu_memory_utilization} and the trainer's part come to "
-            f"{other / GB:.1f} GB of {there:.1f}; at most {math.floor(100 * most) / 100} fits"
+            f"{taken / GB:.1f} GB of {there:.1f}; at most {math.floor(100 * most) / 100} fits"
         )
     needed = (sum(train.values()) - train.get("KV cache", 0)) / GB
     if needed > there:
