@@ -42,7 +42,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from model_nvfp4 import UserError, decode, fp32_linear, head_is_packed, other_layers, read_config, read_json
+from model_nvfp4 import UserError, compute_dtype, decode, fp32_linear, head_is_packed, other_layers, read_config, read_json
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported, which any library may do first
 # It warns (of a triton that it will not use on a CPU) before it has looked at that.
@@ -142,7 +142,8 @@ def build_engine(
     else:
         # 32 tokens a block: with the CPU default of 128, prompts of 100 tokens share no block at all (2.9 times slower).
         norms = {"rms_norm": ["cpu", "native"], "fused_add_rms_norm": ["cpu", "native"]}
-        arguments |= {"block_size": 32, "enforce_eager": True, "dtype": "bfloat16", "ir_op_priority": norms}
+        arguments |= {"block_size": 32, "enforce_eager": True, "ir_op_priority": norms}
+        arguments["dtype"] = str(compute_dtype()).removeprefix("torch.")
         # A seeded request whose prompt is cut in two ends in "CPU Generator does not use offset" (gpu_model_runner.py).
         arguments["enable_chunked_prefill"] = False
         # Without that it keeps no state of a recurrent layer for a prefix.
@@ -641,7 +642,7 @@ def prepare_cpu() -> None:
         return  # already done in this process
 
     class DecodedNvFp4LinearKernel(NvFp4LinearKernel):
-        """W4A16: decode to bf16 once after loading, with the trainer's own decode, so both sides hold the same numbers."""
+        """W4A16: decode once after loading, with the trainer's own decode, so both sides hold the same numbers."""
 
         @classmethod
         def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -653,7 +654,8 @@ def prepare_cpu() -> None:
 
         def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
             scale = layer.weight_scale.data.view(torch.uint8)  # (N, K/16)
-            weight = decode(layer.weight.data, scale, layer.weight_global_scale.data)  # (N, K) bf16
+            dtype = torch.get_default_dtype()  # the model's, while vLLM loads it
+            weight = decode(layer.weight.data, scale, layer.weight_global_scale.data, dtype)  # (N, K)
             layer.weight = torch.nn.Parameter(weight, requires_grad=False)
             del layer.weight_scale
             dispatch_cpu_unquantized_gemm(layer, remove_weight=True)  # vLLM's own packed layout for bf16 on this CPU
@@ -722,7 +724,7 @@ def serve_experts() -> None:
     )
 
     class DecodedExperts(emulation.Nvfp4QuantizationEmulationTritonExperts):
-        """W4A16: decode to bf16 once after loading, then one expert after the other over the rows that chose it."""
+        """W4A16: decode once after loading, then one expert after the other over the rows that chose it."""
 
         @staticmethod
         def supports_lora() -> bool:
@@ -731,7 +733,8 @@ def serve_experts() -> None:
         def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
             for name in ("w13_weight", "w2_weight"):
                 codes, scale = getattr(layer, name).data, getattr(layer, f"{name}_scale").data.view(torch.uint8)
-                weight = decode(codes, scale, getattr(layer, f"{name}_scale_2").data)  # (E, N, K) bf16
+                dtype = torch.get_default_dtype()
+                weight = decode(codes, scale, getattr(layer, f"{name}_scale_2").data, dtype)  # (E, N, K)
                 setattr(layer, name, torch.nn.Parameter(weight, requires_grad=False))
 
         def apply(  # the names are those of vLLM's call

@@ -1459,13 +1459,14 @@ def main() -> None:
     register_attention()
     lora = {"lora_rank": args.lora_rank, "lora_alpha": args.lora_alpha}
     targets = {"lora_targets": args.lora_targets, "lora_experts": args.lora_experts}
-    model = model_nvfp4.build_model(args.model, **lora, **targets, attn_implementation="grouped")
+    dtype = model_nvfp4.compute_dtype()
+    model = model_nvfp4.build_model(args.model, **lora, **targets, dtype=dtype, attn_implementation="grouped")
     policy = Policy(model, args.replay_experts)
     deal, segment_tokens = balance, args.max_tokens
     if policy.sample_a_row:
         deal, segment_tokens = balance_padded, 0
         say("layers of this model carry a state along the row: each sample gets a padded row, and no prompt is shared")
-    model_nvfp4.shard(policy, activation_checkpointing=args.activation_checkpointing)
+    model_nvfp4.shard(policy, dtype=dtype, activation_checkpointing=args.activation_checkpointing)
     model_nvfp4.load_weights(policy, args.model, seed=args.seed)
     policy.eval()  # no dropout: the ratio compares two forwards of the same network
     model_nvfp4.checkpoint_in_eval(policy)
