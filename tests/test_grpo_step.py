@@ -10,25 +10,23 @@ from test_model_nvfp4_models import quantized, tiny_checkpoint
 
 import model_nvfp4
 import train_grpo
-from model_nvfp4 import UserError
+from adapter import adapter_off, load_lora_state_dict, lora_state_dict
+from attention import register_attention
+from errors import UserError
+from policy import Policy, token_logprobs
+from problems import arithmetic_problems, next_problems
 from rollout import Sample
 from train_grpo import (
     LOSSES,
-    Segment,
     annotate,
-    arithmetic_problems,
-    balance,
     group_advantages,
     importance_weights,
     loss_denominator,
-    make_segments,
-    next_problems,
     optimizer_step,
-    pack,
     policy_loss,
     score_together,
-    token_logprobs,
 )
+from tree import Segment, balance, make_segments, pack
 
 LONGEST, TEMPERATURE = 12, 0.8
 
@@ -49,15 +47,15 @@ def folder(tmp_path_factory):
 
 def build(folder, dtype=torch.float32, attention="grouped", **options):
     """The trainer's policy with real packed layers and an adapter whose B is not zero."""
-    train_grpo.register_attention()
+    register_attention()
     options |= {"dtype": dtype, "attn_implementation": attention}
     model = model_nvfp4.build_model(folder, lora_rank=8, lora_alpha=16, **options)
     model_nvfp4.load_weights(model, folder)
     generator = torch.Generator().manual_seed(1)
-    adapter = model_nvfp4.lora_state_dict(model)
+    adapter = lora_state_dict(model)
     adapter = {k: torch.randn(v.shape, generator=generator) * 0.05 if "lora_B" in k else v for k, v in adapter.items()}
-    model_nvfp4.load_lora_state_dict(model, adapter)
-    return train_grpo.Policy(model).eval()
+    load_lora_state_dict(model, adapter)
+    return Policy(model).eval()
 
 
 @pytest.fixture(scope="module")
@@ -232,9 +230,7 @@ def test_the_token_that_ends_a_completion_is_trained(folder):
 @pytest.mark.usefixtures("one_rank")
 def test_the_base_may_be_the_first_that_is_asked(folder):
     """`--kl-coef --no-probe` under FSDP, which settles in its first forward what is trained and in which precision."""
-    policy = train_grpo.Policy(
-        model_nvfp4.build_model(folder, lora_rank=8, lora_alpha=16, attn_implementation="grouped")
-    )
+    policy = Policy(model_nvfp4.build_model(folder, lora_rank=8, lora_alpha=16, attn_implementation="grouped"))
     model_nvfp4.shard(policy)
     model_nvfp4.load_weights(policy, folder)
     batch = pack([Segment([5, 6], [([7, 1], [-5.0, -5.0], 1.0)])])
@@ -253,17 +249,17 @@ def test_without_its_adapter_a_policy_with_adapted_experts_is_the_base(tmp_path)
     folder = quantized(tiny_checkpoint("Qwen3Moe", tmp_path / "source"), tmp_path / "nvfp4")
     policy = build(folder, lora_experts=True)
     batch = pack([Segment([5, 6], [([7, 9, 1], [-5.0] * 3, 1.0)])])
-    adapter = model_nvfp4.lora_state_dict(policy)
+    adapter = lora_state_dict(policy)
     with torch.no_grad():
         adapted, _ = token_logprobs(policy, batch, 1.0)
-        with train_grpo.adapter_off(policy):
+        with adapter_off(policy):
             off, _ = token_logprobs(policy, batch, 1.0)
         again, _ = token_logprobs(policy, batch, 1.0)
-        model_nvfp4.load_lora_state_dict(
+        load_lora_state_dict(
             policy, {k: v * 0 if "lora_B" in k and ".experts." in k else v for k, v in adapter.items()}
         )
         attention_only, _ = token_logprobs(policy, batch, 1.0)
-        model_nvfp4.load_lora_state_dict(policy, {k: v * 0 if "lora_B" in k else v for k, v in adapter.items()})
+        load_lora_state_dict(policy, {k: v * 0 if "lora_B" in k else v for k, v in adapter.items()})
         base, _ = token_logprobs(policy, batch, 1.0)
     assert torch.equal(off, base)
     assert torch.equal(again, adapted)
@@ -363,6 +359,27 @@ def test_refills_are_drawn_from_seed_step_and_round_alone():
 
 
 @pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("number", [1, 2])
+def test_minibatches_divide_one_denominator_and_leave_out_what_was_replaced(batch_of_groups, number):
+    """Of the first group others were sampled in place, in the fourth all earned the same, three samples are masked."""
+    samples, advantages, masked = batch_of_groups
+    kept = [index for index in range(4, 28) if not masked[index]]
+    lengths = {index: len(samples[index].completion_ids) for index in kept}
+    live = sum(length for index, length in lengths.items() if advantages[index // 4].any())
+    assert live < sum(lengths.values())
+    rollouts = train_grpo.Rollouts([None] * 7, samples, replaced=[True] * 4 + [False] * 24)
+    for loss, tokens in (("dapo", live), ("grpo", sum(lengths.values())), ("dr_grpo", 28 * LONGEST)):
+        minibatches = train_grpo.make_minibatches(
+            rollouts, advantages, masked, number=number, loss=loss, num_samples=28, max_tokens=60, sample_a_row=False,
+            keep_all=False, completion_tokens=LONGEST, device=torch.device("cpu"),
+        )  # fmt: skip
+        assert [minibatch.denominator for minibatch in minibatches] == [tokens / number] * number
+        batches = [batch for minibatch in minibatches for batch in minibatch.batches]
+        assert sum(len(batch.advantages) for batch in batches if batch.weight) == live
+        assert all(minibatch.num_segments > 0 for minibatch in minibatches)
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_a_reward_function_that_gives_no_number_is_named():
     samples = [Sample([1], [2], [0.0], text, "stop", 0) for text in (r"\boxed{1}", r"\boxed{2}", "none")]
     verdicts, values = score_together(samples, ["1"] * 3)
@@ -380,9 +397,9 @@ def test_layers_are_computed_again_in_backward_although_the_model_is_in_eval_mod
     """In the trainer's own order of calls: transformers checkpoints a layer only while it believes to be in training."""
     gradients = []
     for checkpointing in (False, True):
-        train_grpo.register_attention()
+        register_attention()
         model = model_nvfp4.build_model(folder, lora_rank=8, lora_alpha=16, attn_implementation="grouped")
-        policy = train_grpo.Policy(model)
+        policy = Policy(model)
         model_nvfp4.shard(policy, activation_checkpointing=checkpointing, dtype=torch.float32)
         model_nvfp4.load_weights(policy, folder)
         policy.eval()

@@ -16,6 +16,7 @@ import pytest
 
 import plan
 import train_grpo
+from errors import UserError
 
 PROJECT = Path(__file__).parents[1]
 MODEL = PROJECT / "models" / "SmolLM2-135M-Instruct-NVFP4"
@@ -374,7 +375,7 @@ def test_the_plan_takes_the_trainers_flags_and_what_stands_before_them_wins(tmp_
 def test_a_model_that_no_installed_library_has_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train_grpo.py", "--model", str(tmp_path)])
     (tmp_path / "config.json").write_text(json.dumps(config_of("mistral-large-4")))
-    with pytest.raises(train_grpo.UserError) as error:
+    with pytest.raises(UserError) as error:
         train_grpo.main()
     assert "is a MistralLarge4ForConditionalGeneration, for which transformers 5." in str(error.value)
     assert " and vLLM 0." in str(error.value)
@@ -389,7 +390,7 @@ def test_a_model_that_no_installed_library_has_is_refused_before_anything_is_loa
     train_grpo.rollout.check_architecture(tmp_path)
     # served once and no longer: in vLLM's registry, but with the last version that had it
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["MotifForCausalLM"]}))
-    with pytest.raises(train_grpo.UserError, match=r"for which vLLM [\d.]+ has no class"):
+    with pytest.raises(UserError, match=r"for which vLLM [\d.]+ has no class"):
         train_grpo.rollout.check_architecture(tmp_path)
 
 

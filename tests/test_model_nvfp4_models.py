@@ -18,6 +18,10 @@ import transformers
 from safetensors.torch import save_file
 
 import model_nvfp4 as nvfp4
+from adapter import load_lora_state_dict, lora_state_dict, save_adapter
+from checkpoint import read_checkpoint
+from policy import replay_routers
+from quantize import quantize_command
 
 # Every size is a multiple of 16; 2 layers, so that one of them can differ from the other.
 SIZES = {
@@ -98,7 +102,7 @@ def tiny_checkpoint(name: str, folder: Path, std: float = 0.0, **extra) -> Path:
 
 def quantized(source: Path, target: Path, **options) -> Path:
     options = {"a16": True, "ignore": [], "recipe": "max", "dialect": "compressed-tensors", "sha256": None} | options
-    nvfp4.quantize_command(argparse.Namespace(source=str(source), target=str(target), **options))
+    quantize_command(argparse.Namespace(source=str(source), target=str(target), **options))
     return target
 
 
@@ -106,7 +110,7 @@ def dequantized(source: Path, target: Path, dtype=torch.float32) -> Path:
     """The checkpoint decoded to a dense one, every tensor under its own name."""
     target.mkdir()
     tensors = {}
-    for name, weight in nvfp4.read_checkpoint(source).items():
+    for name, weight in read_checkpoint(source).items():
         data = weight.data.read()
         if weight.format == "nvfp4":
             scale, global_scale = weight.scale.read().view(torch.uint8), torch.tensor([weight.read_global_scale()])
@@ -125,11 +129,11 @@ def trainer_and_oracle(folder: Path, work: Path, dtype=torch.float32, **options)
     """(our model, transformers' model of the decoded weights with stock peft), with the same adapter with B != 0."""
     ours = nvfp4.build_model(folder, lora_rank=8, lora_alpha=16, dtype=dtype, **options)
     nvfp4.load_weights(ours, folder)
-    adapter = nvfp4.lora_state_dict(ours)
+    adapter = lora_state_dict(ours)
     generator = torch.Generator().manual_seed(1)
     adapter = {k: torch.randn(v.shape, generator=generator) * 0.05 if "lora_B" in k else v for k, v in adapter.items()}
-    nvfp4.load_lora_state_dict(ours, adapter)
-    nvfp4.save_adapter(work / "adapter", adapter, lora_rank=8, lora_alpha=16, base_model="base")
+    load_lora_state_dict(ours, adapter)
+    save_adapter(work / "adapter", adapter, lora_rank=8, lora_alpha=16, base_model="base")
     dense = dequantized(folder, work / "dense", dtype)
     oracle = type(ours.get_base_model()).from_pretrained(dense, dtype=dtype)
     return ours, oracle, adapter
@@ -194,7 +198,7 @@ def test_routers_replay_what_they_are_told(name, tmp_path):
     nvfp4.load_weights(model, folder)
     with torch.no_grad():
         before = model(input_ids=TOKENS).logits
-    replays, asked = nvfp4.replay_routers(model.get_base_model()), {}
+    replays, asked = replay_routers(model.get_base_model()), {}
     for stacked, module in model.named_modules():
         if stacked.endswith(".experts"):
             layer = int(stacked.split(".layers.")[1].split(".")[0])
@@ -228,7 +232,7 @@ def test_a_replayed_mixture_by_its_definition(tmp_path):
     """Qwen3-MoE: the softmax of all scores, of the told experts only, to sum one; times each expert's gated MLP."""
     folder = quantized(tiny_checkpoint("Qwen3Moe", tmp_path / "source"), tmp_path / "nvfp4")
     model, oracle, _ = trainer_and_oracle(folder, tmp_path)
-    replay = nvfp4.replay_routers(model.get_base_model())[1]
+    replay = replay_routers(model.get_base_model())[1]
     block, dense = model.get_base_model().model.layers[1].mlp, oracle.model.layers[1].mlp
     x = torch.randn(1, 6, 64, generator=torch.Generator().manual_seed(2))
     replay.choice = torch.tensor([[0, 1], [3, 2], [1, 3], [0, 2], [2, 1], [3, 0]])

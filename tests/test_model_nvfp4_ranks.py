@@ -18,6 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import model_nvfp4 as nvfp4
+from adapter import load_lora_state_dict, lora_state_dict
+from checkpoint import read_checkpoint
 
 # The ranks of most tests are forks of one process that has imported this already, which is most of a rank's time. Of pytest's
 # own they cannot be forks: once another test has called `backward` there, autograd refuses to work in its children.
@@ -60,11 +62,11 @@ def step(rank, world, folder, port, out, options):
     nvfp4.load_weights(root, folder)
     root.train()
     # B away from zero, the same on every world size, through the trainer's own functions.
-    adapter = nvfp4.lora_state_dict(root)
+    adapter = lora_state_dict(root)
     generator = torch.Generator().manual_seed(1)
     adapter = {k: torch.randn(v.shape, generator=generator) * 0.05 if "lora_B" in k else v for k, v in adapter.items()}
-    nvfp4.load_lora_state_dict(root, adapter)
-    again = nvfp4.lora_state_dict(root)
+    load_lora_state_dict(root, adapter)
+    again = lora_state_dict(root)
     assert all(torch.equal(adapter[k], again[k]) for k in adapter), "the adapter does not survive its own round trip"
 
     shards = 2 if options.get("hsdp") else world
@@ -152,7 +154,7 @@ def test_experts_shard_unevenly(moe_folder, tmp_path):
 def test_single_rank_equals_no_sharding(single, dense_folder):
     model = nvfp4.build_model(dense_folder, lora_rank=8, lora_alpha=16, dtype=torch.float32)
     nvfp4.load_weights(model, dense_folder)
-    nvfp4.load_lora_state_dict(model, single["adapter"])
+    load_lora_state_dict(model, single["adapter"])
     loss, _ = loss_and_logits(model, ROWS)
     loss.backward()
     plain = {f"model.{n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -163,7 +165,7 @@ def test_bf16_compute_keeps_global_scales_exact_and_lora_fp32(dense_folder, sing
     """FSDP's mixed precision would round an fp32 parameter; the buffers hold the file's own numbers."""
     result = run(2, dense_folder, tmp_path, dtype=torch.bfloat16)
     assert result["globals"] == single["globals"]
-    weights = nvfp4.read_checkpoint(dense_folder)
+    weights = read_checkpoint(dense_folder)
     for name, values in result["globals"].items():
         key = name.removeprefix("model.base_model.model.").replace(".base_layer.", ".").removesuffix("_global")
         assert values == [weights[key].read_global_scale()]

@@ -22,6 +22,8 @@ from safetensors.torch import load_file
 from test_model_nvfp4_models import quantized, tiny_checkpoint
 
 import model_nvfp4 as nvfp4
+from adapter import load_lora_state_dict, lora_state_dict
+from vllm_cpu import prepare_cpu
 
 ROOT = Path(__file__).parents[1]
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not find_spec("vllm"), reason="vLLM is not installed")]
@@ -43,14 +45,14 @@ def compare(folder: str, *adapters: str) -> dict[str, dict[str, float]]:
         targets, experts = name.removesuffix("+experts"), name.endswith("+experts")
         model = nvfp4.build_model(folder, lora_rank=8, lora_alpha=16, lora_targets=targets, lora_experts=experts)
         nvfp4.load_weights(model, folder)
-        off, generator = nvfp4.lora_state_dict(model), torch.Generator().manual_seed(1)  # B is zero
+        off, generator = lora_state_dict(model), torch.Generator().manual_seed(1)  # B is zero
         # B as large as some hundred steps with a learning rate of 5e-4 make it; bf16, because vLLM holds it so.
         on = {k: torch.randn(v.shape, generator=generator) * 0.02 if "lora_B" in k else v for k, v in off.items()}
         on = {k: v.bfloat16() for k, v in on.items()}
         rollout.push_adapter(engine, on, {"r": 8, "lora_alpha": 16}, version)
 
         def trainer_logprobs(samples, tensors, model=model):
-            nvfp4.load_lora_state_dict(model, {k: v.float() for k, v in tensors.items()})
+            load_lora_state_dict(model, {k: v.float() for k, v in tensors.items()})
             logprobs = []
             for prompt, completion in [(sample.prompt_ids, sample.completion_ids) for sample in samples]:
                 with torch.no_grad():
@@ -181,9 +183,7 @@ def tell(folder: str, *adapters: str) -> None:
 
 
 if __name__ == "__main__":
-    import rollout
-
-    rollout.prepare_cpu()
+    prepare_cpu()
     from vllm import LLM  # noqa: F401  the import that all forks share
 
     for case in json.loads(sys.argv[1]):

@@ -71,7 +71,11 @@ import pytest
 import torch
 
 import train_grpo
-from rollout import Sample, encode_prompts
+from metrics import gap_stats
+from policy import TokenLogprobs
+from problems import encode_prompts
+from rollout import Sample
+from tree import make_segments, pack
 
 MODEL = Path(__file__).parents[1] / "models" / "SmolLM2-135M-Instruct-NVFP4"
 
@@ -90,10 +94,10 @@ def test_no_statistic_holds_a_graph():
     settings = {"reference_logprobs": old, "kl_coef": 0.1, "dual_clip": 3.0}
     for loss in train_grpo.LOSSES:
         _, stats = train_grpo.policy_loss(logprobs, old, torch.ones(2), which, 2, loss=loss, **settings)
-        stats |= train_grpo.gap_stats(logprobs, old)
+        stats |= gap_stats(logprobs, old)
         assert not any(value.requires_grad for value in stats.values())
     hidden = torch.randn(2, 4, requires_grad=True)
-    _, entropy = train_grpo.TokenLogprobs.apply(hidden, torch.randn(9, 4), None, which, 1.0, 1.0, None)
+    _, entropy = TokenLogprobs.apply(hidden, torch.randn(9, 4), None, which, 1.0, 1.0, None)
     assert not entropy.requires_grad
 
 
@@ -111,9 +115,7 @@ def test_prompts_are_the_chat_template_once():
     )
     # Tokens that text of other encodings would give are not looked up again: what the engine sampled is what is trained.
     odd = [ids[-1], 7, 7]
-    batch = train_grpo.pack(
-        train_grpo.make_segments([Sample(ids, odd, [0.0] * 3, "", "stop", 0)] * 2, torch.eye(1, 2), 999)
-    )
+    batch = pack(make_segments([Sample(ids, odd, [0.0] * 3, "", "stop", 0)] * 2, torch.eye(1, 2), 999))
     assert batch.targets[batch.picks].tolist() == odd * 2
 
 

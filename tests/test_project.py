@@ -1,5 +1,9 @@
 """The folder itself: lint, requirements, the promises of the README. `pytest tests/test_project.py`."""
 
+import ast
+import dataclasses
+import doctest
+import importlib
 import re
 import runpy
 import subprocess
@@ -7,6 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+import plan
+from math_answers import is_correct
 
 PROJECT = Path(__file__).parents[1]
 
@@ -17,6 +24,59 @@ def test_ruff_is_clean():
             [sys.executable, "-m", "ruff", *command, "."], cwd=PROJECT, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr
+
+
+# A file may import those before it. One exception: plan.py reads a trainer's command with the trainer's own parser, on demand.
+ORDER = [
+    *("errors", "math_reading", "math_answers", "reward", "checkpoint", "ranks", "model_nvfp4", "tree", "metrics"),
+    *("attention", "adapter", "quantize", "vllm_cpu", "policy", "rollout", "problems", "run_folder", "report"),
+    *("eval_aime", "train_grpo", "plan"),
+]
+
+
+def imports_of(path: Path, top_only: bool = False) -> set[str]:
+    tree = ast.parse(path.read_text())
+    nodes = tree.body if top_only else ast.walk(tree)
+    found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    found |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    if not top_only:  # a generator is walked once
+        found |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+    return {name.partition(".")[0] for name in found}
+
+
+def test_imports_go_one_way():
+    assert sorted(ORDER) == sorted(path.stem for path in PROJECT.glob("*.py"))
+    for place, name in enumerate(ORDER):
+        later = imports_of(PROJECT / f"{name}.py") & set(ORDER[place:])
+        assert not later, f"{name}.py imports {', '.join(later)}, which stands after it in ORDER"
+
+
+def test_who_may_import_vllm_and_torch():
+    naming = {name for name in ORDER if "vllm" in imports_of(PROJECT / f"{name}.py")}
+    assert naming <= {"rollout", "vllm_cpu"}
+    for name in ("reward", "math_answers", "math_reading", "errors", "problems", "plan"):
+        assert not imports_of(PROJECT / f"{name}.py", top_only=True) & {"torch", "vllm", "transformers", "peft"}, name
+    lines = (PROJECT / "rollout.py").read_text().splitlines()
+    assert not any(line.startswith(("import vllm_cpu", "from vllm_cpu")) for line in lines), "a GPU would import it"
+
+
+def test_nothing_but_python_starts_in_a_second():
+    """What a grader or a plan needs is on every machine; importing torch would take seconds."""
+    code = "import sys, reward, plan, problems; assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=PROJECT, check=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["math_answers", "reward", "tree", "attention", "model_nvfp4", "problems", "run_folder"]
+)
+def test_examples_in_docstrings_are_true(name):
+    is_correct(
+        r"\sqrt{(x-1000)^2}", "1000-x"
+    )  # a proof imports sympy, which may take its whole budget on a busy machine
+    module = importlib.import_module(name)
+    results = doctest.testmod(module)
+    assert results.failed == 0
+    assert results.attempted > 0, f"{name}.py has no example"
 
 
 def test_every_requirement_is_pinned_and_has_a_reason():
@@ -63,14 +123,58 @@ def test_every_file_of_the_readme_exists_and_every_script_has_help(monkeypatch, 
     readme = (PROJECT / "README.md").read_text()
     for name in set(re.findall(r"`((?:tests/benchmarks/)?[a-z_0-9]+\.(?:py|sh))`", readme)):
         assert (PROJECT / name).exists(), name
-    scripts = set(re.findall(r"^\| `(\w+\.py)` \|", readme, re.M)) - {"rollout.py"}  # the one file without a command
-    assert len(scripts) >= 6
+    scripts = ["train_grpo.py", "eval_aime.py", "reward.py", "quantize.py", "plan.py", "report.py"]
+    assert set(re.findall(r"^\| `(\w+)\.py` \|", readme, re.M)) == set(ORDER), "each file has its row in the README"
     for name in scripts:
         monkeypatch.setattr(sys, "argv", [name, "--help"])
         with pytest.raises(SystemExit) as end:
             runpy.run_path(str(PROJECT / name), run_name="__main__")
         assert end.value.code == 0, name
         assert "usage:" in capsys.readouterr().out, name
+
+
+# Flags of other programs that README.md, CONTRIBUTING.md and launch.sh name.
+OTHERS = {
+    *(
+        "--nproc-per-node",
+        "--nnodes",
+        "--standalone",
+        "--max-restarts",
+        "--rdzv-backend",
+        "--rdzv-id",
+        "--rdzv-endpoint",
+    ),
+    *(
+        "--rdzv-conf",
+        "--local-addr",
+        "--nodes",
+        "--ntasks",
+        "--ntasks-per-node",
+        "--gpus-per-node",
+        "--cpu-bind",
+        "--dist",
+    ),
+    *(
+        "--exclusive",
+        "--recipe",
+        "--quick",
+        "--enable-lora",
+        "--enable-mixed-moe-lora-format",
+        "--local-dir",
+        "--no-deps",
+    ),
+    *("--help", "--version", "--index-url", "--no-loadscope-reorder", "--query-gpu", "--format", "--durations"),
+}
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "tests/benchmarks/README.md", "launch.sh"])
+def test_every_flag_that_is_named_exists(name):
+    sources = [*PROJECT.glob("*.py"), *(PROJECT / "tests" / "benchmarks").glob("*.py")]
+    known = {flag for path in sources for flag in re.findall(r"""["'](--[a-z][a-z0-9-]+)["']""", path.read_text())}
+    known |= {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(plan.Run)} | {"--assume-quant"}
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", (PROJECT / name).read_text()))
+    unknown = sorted(named - known - OTHERS)
+    assert not unknown, f"{name} names flags that no script has: {unknown}"
 
 
 def test_help_of_the_trainer_names_every_flag_with_its_trade_off():

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reward import extract_answer, is_correct, reward
+from math_answers import is_correct
+from reward import extract_answer, grade
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT.parent / "shared" / "data"
@@ -106,7 +107,7 @@ def test_any_text_is_judged_symmetrically_and_in_time(a, b):
     assert time.perf_counter() - start < 2 * LIMIT_SECONDS
     assert forward.equal == backward.equal
     assert "error" not in (forward.reason, backward.reason)
-    assert reward(a, b) in (0.0, 1.0)
+    assert grade(a, b).reward in (0.0, 1.0)
 
 
 @settings(max_examples=100, deadline=None)
@@ -155,7 +156,8 @@ AUDIT = """
 import json, os, sys
 sys.path.insert(0, sys.argv[1])
 import mpmath, sympy, reward
-reward.is_correct(r"e^{\\\\ln 3}", "3")            # imports whatever a proof imports
+from math_answers import is_correct
+is_correct(r"e^{\\\\ln 3}", "3")            # imports whatever a proof imports
 sympy.simplify("x").rewrite(sympy.exp)             # the one use of a string, before the watch begins
 seen = []
 def watch(event, arguments):
@@ -167,7 +169,7 @@ def watch(event, arguments):
         seen.append(f"write to {arguments[0]}")
 sys.addaudithook(watch)
 payloads = json.loads(sys.stdin.read())
-paid = [p for p in payloads if reward.reward("\\\\boxed{" + p + "}", "0") or reward.is_correct(p, "1").equal]
+paid = [p for p in payloads if reward.grade("\\\\boxed{" + p + "}", "0").equal or is_correct(p, "1").equal]
 print(json.dumps([seen, paid, os.path.exists("PWNED")]))
 """
 
@@ -245,7 +247,7 @@ results = {}
 def run():
     for name, completion in bombs.items():
         start = time.perf_counter()
-        paid = [r for r in references if reward.reward(completion, r)]
+        paid = [r for r in references if reward.grade(completion, r).equal]
         results[name] = [(time.perf_counter() - start) / len(references), paid]
 threading.Thread(target=run).start()
 for thread in threading.enumerate()[1:]:
@@ -279,7 +281,7 @@ def test_the_budget_holds_in_several_threads_at_once(name):
 
     def run():
         start = time.perf_counter()
-        assert reward(BOMBS[name], r"\sin x + 1") == 0.0
+        assert grade(BOMBS[name], r"\sin x + 1").reward == 0.0
         seconds.append(time.perf_counter() - start)
 
     threads = [threading.Thread(target=run) for _ in range(4)]

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 import rollout
-from model_nvfp4 import UserError
+from adapter import lora_state_dict, read_adapter, save_adapter
+from errors import UserError
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct-NVFP4"
@@ -57,65 +58,6 @@ def test_a_quantised_head_is_seen_by_what_stores_it(tmp_path, stored):
     assert not rollout.head_is_packed(tmp_path)  # weights in another kind of file
     save_file({"model.norm.weight": torch.ones(2), stored: torch.ones(2)}, tmp_path / "model.safetensors")
     assert rollout.head_is_packed(tmp_path) == (stored != "lm_head.weight")
-
-
-@pytest.mark.parametrize("indices", [[0, 0, 0, 0, 0], [0, -1, 0, -1, -1]])
-def test_lora_on_a_cpu_is_x_a_b(indices):
-    """Three slices, as in q/k/v: each has its own A and B, and a token without an adapter (−1) gets nothing."""
-    pytest.importorskip("vllm")
-    from vllm.lora.layers import LoRAMapping
-    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
-
-    rollout.prepare_cpu()
-    generator = torch.Generator().manual_seed(0)
-    tokens, k, r, slices = len(indices), 64, 16, (64, 32, 32)
-
-    def random(*shape):
-        return torch.randn(*shape, generator=generator).to(torch.bfloat16)
-
-    x, y = random(tokens, k), random(tokens, sum(slices))
-    a = tuple(random(1, 1, r, k) for _ in slices)
-    b = tuple(random(1, 1, n, r) for n in slices)
-    delta = torch.cat([x.float() @ ai[0, 0].float().T @ bi[0, 0].float().T for ai, bi in zip(a, b)], 1)  # (tokens, N)
-    expected = y.float() + 0.5 * delta * (torch.tensor(indices) >= 0)[:, None]
-    wrapper = PunicaWrapperCPU(max_num_batched_tokens=tokens, max_batches=tokens, device="cpu")
-    ids = tuple(index + 1 for index in indices)  # vLLM's ids of adapters: 0 is none
-    wrapper.update_metadata(LoRAMapping(ids, ids), [1], 1, 100)
-    rollout.JOINED_ADAPTER.clear()
-    rollout.add_lora_linear(wrapper, y, x, a, b, 0.5, slices)
-    # bf16: the hidden (tokens, r) and the sum are rounded, each to 2^-8 of values up to about a hundred
-    torch.testing.assert_close(y.float(), expected, atol=0.6, rtol=2e-2)
-    untouched = torch.tensor(indices) < 0
-    assert (y[untouched].float() == expected[untouched]).all()
-    before = y.clone()
-    wrapper.update_metadata(LoRAMapping((0,) * tokens, (0,) * tokens), [1], 1, 100)
-    rollout.add_lora_linear(wrapper, y, x, a, b, 0.5, slices)
-    assert (y == before).all()
-
-
-@pytest.mark.parametrize("vocabulary", [1000, 1024])
-def test_tokens_come_with_their_probability(vocabulary):
-    """Against the softmax: frequencies by χ², each draw by the distribution function in fp64, and nothing that top-k cut off."""
-    pytest.importorskip("vllm")
-    draw = torch.Generator().manual_seed(0)
-    logits = (2 * torch.randn(vocabulary, generator=draw)).expand(20000, -1)  # (N, V)
-    generators = {row: torch.Generator().manual_seed(row) for row in range(20000)}
-    tokens, logprobs = rollout.sample_tokens(None, logits.clone(), generators, None, None)
-    expected = logits[0].double().softmax(-1)  # (V,)
-    torch.testing.assert_close(logprobs[7].double(), expected.log(), atol=1e-5, rtol=0)
-    counts = torch.bincount(tokens, minlength=vocabulary)  # (V,)
-    chi2 = ((counts - 20000 * expected) ** 2 / (20000 * expected)).sum()
-    assert abs(chi2 - vocabulary) < 5 * (2 * vocabulary) ** 0.5
-    drawn = [torch.rand(1, generator=torch.Generator().manual_seed(row), dtype=torch.float64) for row in range(500)]
-    slow = torch.searchsorted(expected.cumsum(0), torch.cat(drawn), right=True)  # (500,)
-    assert (tokens[:500] == slow).sum() >= 499  # a number within 1e-7 of a step may fall on its other side
-    top = torch.full((20000,), 3)  # (N,)
-    tokens, logprobs = rollout.sample_tokens(None, logits.clone(), generators, top, None)
-    assert set(tokens.tolist()) == set(expected.topk(3).indices.tolist())
-    assert logprobs.isfinite().sum(-1).tolist() == [3] * 20000
-    broken, logprobs = rollout.sample_tokens(None, torch.full((2, vocabulary), torch.nan), {}, None, None)
-    assert (broken < vocabulary).all()  # a token that exists, with a log-prob at which the trainer stops
-    assert logprobs.isnan().all()
 
 
 # --- Sleep: vLLM's own state machine over workers that only take notes ------------------------------------------------
@@ -358,9 +300,9 @@ def tiny(tmp_path_factory):
         generator = torch.Generator().manual_seed(seed)
         adapter = {
             k: (torch.randn(v.shape, generator=generator) * 0.05 if "lora_B" in k else v).bfloat16()
-            for k, v in nvfp4.lora_state_dict(model).items()
+            for k, v in lora_state_dict(model).items()
         }
-        nvfp4.save_adapter(work / f"adapter{seed}", adapter, lora_rank=8, lora_alpha=16, base_model=str(folder))
+        save_adapter(work / f"adapter{seed}", adapter, lora_rank=8, lora_alpha=16, base_model=str(folder))
     return work
 
 
@@ -393,8 +335,10 @@ def work(folder, tp, out):
     def tokens(samples):
         return [s.completion_ids for s in samples]
 
-    adapters = {seed: rollout.read_adapter(folder / f"adapter{seed}") for seed in (1, 2)}
-    mine = {name: tensor.clone() for name, tensor in adapters[1][0].items()}  # bf16, as the engine holds it
+    adapters = {seed: read_adapter(folder / f"adapter{seed}") for seed in (1, 2)}
+    for tensors, _ in adapters.values():  # in the type that the engine holds
+        tensors |= {name: tensor.to(config.model_config.dtype) for name, tensor in tensors.items()}
+    mine = {name: tensor.clone() for name, tensor in adapters[1][0].items()}
     rollout.push_adapter(engine, mine, LORA, version=1)
     first = sample()
     seen["samples"] = [(s.completion_ids, s.logprobs, s.finish_reason) for s in first]
@@ -542,12 +486,13 @@ def test_four_ranks_train_on_what_two_engines_sampled(tiny, tmp_path):
 FIFTY_CYCLES = """
 import sys, torch
 sys.path.insert(0, {project!r})
+from adapter import read_adapter
 import rollout
 engine = rollout.build_engine(sys.argv[1], max_model_len=160, max_lora_rank=16, sleep=sys.argv[3], gpu_memory_utilization=0.3)
 prompts, seeds, used, outputs = [list(range(100, 140))] * 8, list(range(8)), [], []
 for cycle in range(50):
     with rollout.awake(engine):
-        rollout.push_adapter(engine, *rollout.read_adapter(sys.argv[2]), version=cycle)
+        rollout.push_adapter(engine, *read_adapter(sys.argv[2]), version=cycle)
         samples = rollout.generate(engine, prompts, seeds, max_tokens=32, temperature=0.0, use_adapter=True)
     outputs.append([s.completion_ids for s in samples])
     used.append(engine.stats["memory_gib"]["after"])
@@ -565,24 +510,12 @@ def test_fifty_hand_overs_leak_nothing_and_change_nothing(sleep, tmp_path):
     sys.path.insert(0, str(ROOT / "tests" / "benchmarks"))
     from bench_rollout import random_adapter
 
-    import model_nvfp4 as nvfp4
-
     settings = {"lora_rank": 16, "lora_alpha": 32, "base_model": str(MODEL)}
-    nvfp4.save_adapter(tmp_path / "adapter", random_adapter(str(MODEL)), **settings)
+    save_adapter(tmp_path / "adapter", random_adapter(str(MODEL)), **settings)
     (tmp_path / "cycles.py").write_text(FIFTY_CYCLES.format(project=str(ROOT)))
     command = [sys.executable, tmp_path / "cycles.py", MODEL, tmp_path / "adapter", sleep]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=600, check=False)
     assert "FIFTY" in done.stdout, done.stderr[-3000:]
-
-
-def test_a_model_without_a_chat_template_is_told():
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
-    with pytest.raises(UserError, match="has no chat template"):
-        rollout.encode_prompts(tokenizer, [[{"role": "user", "content": "a"}]])
 
 
 if __name__ == "__main__":

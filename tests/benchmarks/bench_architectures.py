@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from test_model_nvfp4_models import ARCHITECTURES
 from test_model_nvfp4_vllm import TINY, compare, tiny_folder
 
-import rollout
+from vllm_cpu import prepare_cpu
 
 
 def judge(name: str, work: Path) -> str:
@@ -53,7 +53,7 @@ def in_a_child(name: str) -> str:
 
 
 def main() -> None:
-    rollout.prepare_cpu()
+    prepare_cpu()
     names = sys.argv[1:] or list(ARCHITECTURES)
     verdicts = []
     for name in names:

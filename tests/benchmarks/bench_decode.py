@@ -16,6 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import model_nvfp4 as nvfp4
+from checkpoint import BLOCK
 
 SHAPES = [(576, 576), (1536, 576), (576, 1536), (4096, 4096), (14336, 4096)]  # SmolLM2-135M, then Llama 8B
 
@@ -25,7 +26,7 @@ def decode_byte_table(packed, scale, global_scale, dtype=torch.bfloat16):
     pairs = nvfp4.E2M1[torch.stack((byte & 15, byte >> 4), dim=-1)]  # (256, 2)
     values = torch.nn.functional.embedding(packed.int(), pairs).flatten(-2)  # (N, K)
     scales = (scale.view(torch.float8_e4m3fn).float() * global_scale).unsqueeze(-1)  # (N, K/16, 1)
-    return values.unflatten(-1, (-1, nvfp4.BLOCK)).mul_(scales).flatten(-2).to(dtype)
+    return values.unflatten(-1, (-1, BLOCK)).mul_(scales).flatten(-2).to(dtype)
 
 
 def seconds(run, repeats=10, cuda=False) -> float:

@@ -21,6 +21,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import model_nvfp4 as nvfp4
+from quantize import quantize
 
 
 class Policy(nn.Module):
@@ -42,7 +43,7 @@ def make_checkpoints(folder: Path, layers: int, small: bool) -> tuple[Path, Path
     config = LlamaConfig(**sizes, num_hidden_layers=layers, vocab_size=1024, max_position_embeddings=131072)
     LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "bf16")
     (folder / "nvfp4").mkdir()
-    nvfp4.quantize(folder / "bf16", folder / "nvfp4", a16=True, ignore=[], recipe="max", dialect="compressed-tensors")
+    quantize(folder / "bf16", folder / "nvfp4", a16=True, ignore=[], recipe="max", dialect="compressed-tensors")
     return folder / "bf16", folder / "nvfp4"
 
 

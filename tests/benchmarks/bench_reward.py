@@ -23,7 +23,8 @@ FILES = ("verifier_cases", "verifier_issue_cases", "verifier_adversarial_cases",
 
 def our_grader(lenient: bool):
     sys.path.insert(0, str(ROOT))
-    from reward import extract_answer, is_correct
+    from math_answers import is_correct
+    from reward import extract_answer
 
     return lambda completion, gold: is_correct(extract_answer(completion, lenient=lenient), gold).equal
 

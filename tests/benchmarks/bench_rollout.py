@@ -17,7 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import model_nvfp4
 import rollout
-from train_grpo import arithmetic_problems
+from problems import arithmetic_problems, encode_prompts
 
 
 def random_adapter(model_dir: str, rank: int = 16) -> dict[str, torch.Tensor]:
@@ -62,7 +62,7 @@ def main() -> None:
     if args.stock:
         PunicaWrapperCPU.add_lora_linear, PunicaWrapperCPU.add_lora_logits = own
     problems = arithmetic_problems(0)[0][:16]
-    ids = rollout.encode_prompts(engine.get_tokenizer(), [p.messages for p in problems])
+    ids = encode_prompts(engine.get_tokenizer(), [p.messages for p in problems])
     prompts = [prompt for prompt in ids for _ in range(8)]
     pushes = time_pushes(engine, random_adapter(args.model), {"r": 16, "lora_alpha": 32}, args.rounds)
 

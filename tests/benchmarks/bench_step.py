@@ -26,8 +26,13 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import model_nvfp4
 import train_grpo
-from report import read_jsonl
-from rollout import Sample, encode_prompts
+from adapter import load_lora_state_dict, lora_state_dict
+from attention import register_attention
+from policy import Policy, token_logprobs
+from problems import arithmetic_problems, encode_prompts
+from rollout import Sample
+from run_folder import read_jsonl
+from tree import balance, balance_padded, make_segments, pack
 
 
 class NaivePolicy(nn.Module):
@@ -48,19 +53,19 @@ def build(model_dir: str, policy_class: type, attention: str) -> nn.Module:
     model_nvfp4.shard(policy)
     model_nvfp4.load_weights(policy, model_dir, seed=0)
     generator = torch.Generator().manual_seed(0)
-    tensors = model_nvfp4.lora_state_dict(policy)
+    tensors = lora_state_dict(policy)
     noisy = {name: t + 0.01 * torch.randn(t.shape, generator=generator) for name, t in tensors.items()}
-    model_nvfp4.load_lora_state_dict(policy, noisy)
+    load_lora_state_dict(policy, noisy)
     return policy.eval()
 
 
 def train_ours(policy: nn.Module, samples: list[Sample], advantages: torch.Tensor, max_tokens: int = 8192) -> None:
-    deal, length = (train_grpo.balance_padded, 0) if policy.sample_a_row else (train_grpo.balance, max_tokens)
-    segments = train_grpo.make_segments(samples, advantages, length)
+    deal, length = (balance_padded, 0) if policy.sample_a_row else (balance, max_tokens)
+    segments = make_segments(samples, advantages, length)
     num_tokens = sum(len(s.completion_ids) for s in samples)
     for row in deal(segments, 1, max_tokens)[0]:
-        batch = train_grpo.pack(row, policy.sample_a_row)
-        logprobs, _ = train_grpo.token_logprobs(policy, batch, 1.0)
+        batch = pack(row, policy.sample_a_row)
+        logprobs, _ = token_logprobs(policy, batch, 1.0)
         train_grpo.policy_loss(logprobs, logprobs.detach(), batch.advantages, batch.samples, num_tokens)[0].backward()
 
 
@@ -83,8 +88,8 @@ def train_naive(policy: nn.Module, samples: list[Sample], advantages: torch.Tens
 def matmul_floor(policy: nn.Module, samples: list[Sample], advantages: torch.Tensor, rounds: int) -> float:
     """Seconds for the matrix products alone that the phase cannot do without, dense bf16 weights at hand: every frozen layer
     over the packed tokens and its transpose for the backward, the head over the trained tokens and its transpose."""
-    (row,) = train_grpo.balance(train_grpo.make_segments(samples, advantages, 10**6), 1, 10**6)[0]
-    batch, model = train_grpo.pack(row), policy.model.get_base_model()
+    (row,) = balance(make_segments(samples, advantages, 10**6), 1, 10**6)[0]
+    batch, model = pack(row), policy.model.get_base_model()
     layers = [m for m in model.modules() if isinstance(m, model_nvfp4.NVFP4Linear)]
     sizes = [(batch.input_ids.shape[1], m.out_features, m.in_features) for m in layers]
     vocabulary, hidden = model.get_output_embeddings().weight.shape
@@ -114,7 +119,7 @@ def compare_recurrent(samples: list[Sample], advantages: torch.Tensor, rounds: i
     )  # fmt: skip
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="grouped").float()
-    policy = train_grpo.Policy(get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))).eval()
+    policy = Policy(get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))).eval()
     gradients, seconds = {}, {1: [], 8192: []}
     for turn in range(rounds + 1):
         for budget in seconds:
@@ -149,7 +154,7 @@ def main() -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         os.environ.setdefault(name, value)
     dist.init_process_group("gloo")
-    train_grpo.register_attention()
+    register_attention()
     rng = random.Random(0)
 
     def words(n: int) -> list[int]:
@@ -161,7 +166,7 @@ def main() -> None:
             sample.prompt_ids = samples[0].prompt_ids
         advantages = torch.randn(1, args.samples)
         if args.memory == "ours":
-            policy = build(args.model, train_grpo.Policy, "grouped")
+            policy = build(args.model, Policy, "grouped")
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             train_ours(policy, samples, advantages, max_tokens=args.max_tokens)
         else:
@@ -175,7 +180,7 @@ def main() -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    problems = train_grpo.arithmetic_problems(0)[0][: args.groups]
+    problems = arithmetic_problems(0)[0][: args.groups]
     if args.run:
         records = [r for r in read_jsonl(args.run / "samples.jsonl") if r["step"] == args.step]
         assert records, f"{args.run} has no step {args.step}"
@@ -196,7 +201,7 @@ def main() -> None:
         compare_recurrent(samples, advantages, args.rounds)
         return
     sides = {
-        "ours": (build(args.model, train_grpo.Policy, "grouped"), train_ours),
+        "ours": (build(args.model, Policy, "grouped"), train_ours),
         "naive": (build(args.model, NaivePolicy, "sdpa"), train_naive),
     }
     seconds: dict[str, list[float]] = {"ours": [], "naive": []}

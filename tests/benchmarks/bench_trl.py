@@ -47,6 +47,8 @@ CORES = os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0)
 os.environ.setdefault("PYTHONWARNINGS", "ignore")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
+from problems import arithmetic_problems, encode_prompts  # noqa: E402
+
 GROUP_SIZE, COMPLETION_TOKENS, CONTEXT = 8, 40, 192
 PHASES = ("generate", "sync", "forward", "train", "score")
 
@@ -144,8 +146,7 @@ def run_trl(args: argparse.Namespace, folder: Path, work: Path) -> None:
     from transformers import AutoTokenizer, TrainerCallback
 
     import reward as grader
-    from rollout import encode_prompts
-    from train_grpo import arithmetic_problems, next_problems
+    from problems import arithmetic_problems, encode_prompts, next_problems
 
     if tuned:
         # TRL's test for "score completion tokens only" asks for Triton, but the head it then calls runs anywhere.
@@ -283,9 +284,12 @@ def run_replay(args: argparse.Namespace) -> None:
     import reward as grader
     import rollout
     import train_grpo as t
-    from eval_aime import sample_seed
+    from adapter import load_lora_state_dict, lora_state_dict
+    from problems import sample_seed
+    from ranks import join_ranks
+    from tree import balance
 
-    t.join_ranks(timedelta(minutes=30))
+    join_ranks(timedelta(minutes=30))
     t.register_attention()
     flags = t.parse_args(["--model", args.model, "--dataset", "arithmetic"])
     targets = {"lora_targets": flags.lora_targets, "lora_experts": False}
@@ -296,9 +300,9 @@ def run_replay(args: argparse.Namespace) -> None:
     policy.eval()
     optimizer, record = t.build_optimizer(policy, 5e-4), record_folder(args)
     adapters = [load_file(record / f"step{step}.safetensors") for step in range(args.steps + 1)]
-    model_nvfp4.load_lora_state_dict(policy, adapters[0])
-    train, heldout = t.arithmetic_problems(args.seed)
-    encode = lambda problems: rollout.encode_prompts(tokenizer, [p.messages for p in problems])  # noqa: E731
+    load_lora_state_dict(policy, adapters[0])
+    train, heldout = arithmetic_problems(args.seed)
+    encode = lambda problems: encode_prompts(tokenizer, [p.messages for p in problems])  # noqa: E731
     tokenizer, N = AutoTokenizer.from_pretrained(args.model), args.prompts * GROUP_SIZE
     clip = {"loss": "dapo", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": None, "kl_coef": 0.0}
     for step, line in enumerate((record / "samples.jsonl").read_text().splitlines()[: args.steps]):
@@ -311,7 +315,7 @@ def run_replay(args: argparse.Namespace) -> None:
         trained = sum(len(ids) for segment in segments for ids, _, _ in segment.completions)
         denominator = t.loss_denominator("dapo", trained, sum(map(len, said["ids"])), N, COMPLETION_TOKENS)
         total = torch.zeros(())  # ()
-        for batch in map(t.pack, t.balance(segments, 1, 8192)[0]):
+        for batch in map(t.pack, balance(segments, 1, 8192)[0]):
             logprobs, _ = t.token_logprobs(policy, batch, 1.0)  # (S,)
             loss, _ = t.policy_loss(
                 logprobs, logprobs.detach(), batch.advantages, batch.samples, denominator,
@@ -320,7 +324,7 @@ def run_replay(args: argparse.Namespace) -> None:
             loss.backward()
             total += loss.detach()
         norm = t.optimizer_step(optimizer, total, len(segments), 1.0)
-        ours, alike = model_nvfp4.lora_state_dict(policy), {}
+        ours, alike = lora_state_dict(policy), {}
         for kind in ("lora_A", "lora_B"):
             moved = (
                 torch.cat([(adapter[name] - adapters[0][name]).flatten() for name in sorted(ours) if kind in name])

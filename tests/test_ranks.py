@@ -1,6 +1,6 @@
 """Faults: what dies, hangs, fills up or drifts ends the job with its cause last, and torchrun's restarts go on from there.
 
-pytest -m slow tests/test_faults.py
+pytest -m slow tests/test_ranks.py
 
 The trainer, torchrun, gloo, FSDP2 and every file are real. vLLM is not: eight engines need more memory and minutes than a test
 may take, so `generate` is a stand-in that is as deterministic (a function of seed and adapter) and as collective. A `kill -9`
@@ -25,10 +25,9 @@ import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from test_model_nvfp4_models import quantized, tiny_checkpoint
 
-import report
-import train_grpo
-from model_nvfp4 import UserError
-from report import read_jsonl
+from errors import UserError
+from ranks import check_ranks_agree, check_same_adapter, report_failure
+from run_folder import lock_run, read_jsonl
 
 PROJECT = Path(__file__).parents[1]
 
@@ -39,7 +38,11 @@ import json, os, random, signal, sys, time, zlib
 sys.path.insert(0, {project!r})
 import torch
 import torch.distributed as dist
-import model_nvfp4, report, rollout, train_grpo
+from adapter import lora_state_dict, save_adapter
+from problems import next_problems
+from ranks import die_with_launcher, report_failure
+from run_folder import save_checkpoint
+import rollout, run_folder, train_grpo
 from contextlib import nullcontext
 from types import SimpleNamespace
 from pathlib import Path
@@ -75,11 +78,9 @@ def before(module, name, phase):
         return original(*args, **kwargs)
     setattr(module, name, patched)
 
-before(train_grpo.grader, "score", "score")
+before(train_grpo.reward, "score", "score")
 before(train_grpo, "policy_loss", "train")
-before(report, "append_jsonl", "log")
-
-next_problems, save_adapter, lora_state_dict = train_grpo.next_problems, model_nvfp4.save_adapter, model_nvfp4.lora_state_dict
+before(run_folder, "append_jsonl", "log")
 
 def counting(problems, step, *rest):
     now["step"] = step + 1
@@ -89,8 +90,6 @@ def saving(folder, tensors, **config):
     save_adapter(folder, tensors, **config)
     if Path(folder).name == ".writing":  # a checkpoint, half written
         strike("checkpoint", at=now["saved"])
-
-save_checkpoint = train_grpo.save_checkpoint
 
 def writing(run_dir, step, *rest):  # in a thread of its own, while the next step runs
     now["saved"] = step
@@ -116,16 +115,16 @@ def generate(engine, prompts, seeds, *, max_tokens, **_):
     dist.all_gather_object(parts, mine)
     return [parts[index % world][index // world] for index in range(len(prompts))]
 
-train_grpo.next_problems, model_nvfp4.save_adapter, model_nvfp4.lora_state_dict = counting, saving, drifting
-train_grpo.save_checkpoint = writing
+train_grpo.next_problems, train_grpo.lora_state_dict = counting, drifting
+run_folder.save_adapter, run_folder.save_checkpoint = saving, writing
 train_grpo.generate, train_grpo.push_adapter, train_grpo.awake = generate, push_adapter, nullcontext
 rollout.build_engine, rollout.kernels = lambda *_, **__: SimpleNamespace(stats={{}}), lambda _: "a stand-in"
 rollout.shutdown, rollout.versions = lambda _: dist.barrier(), lambda: {{}}
-rollout.die_with_launcher()
+die_with_launcher()
 try:
     train_grpo.main()
 except Exception as error:
-    os._exit(report.report_failure(error))
+    os._exit(report_failure(error))
 os._exit(0)
 """
 
@@ -178,7 +177,7 @@ def torchrun(model, folder, faults=(), *, ranks, steps, restarts=0, timeout=1.0,
     assert not check or done.returncode == 0, done.stdout[-1000:] + done.stderr[-5000:]
     struck = [float(mark.read_text()) for mark in folder.glob("struck-*")]
     assert len(struck) == len(faults), done.stderr[-5000:]
-    report.lock_run(folder / "run").close()  # nobody trains there any more
+    lock_run(folder / "run").close()  # nobody trains there any more
     return done, folder / "run", end - max(struck, default=end)
 
 
@@ -263,11 +262,9 @@ def compare(rank, world, port, folder, case):
         if case == "adapter":
             tensor = torch.arange(12.0).view(3, 4)
             tensor[2, 3] += 1e-6 * (rank == 1)
-            train_grpo.check_same_adapter({"b": tensor, "a": torch.ones(2)}, 7)
+            check_same_adapter({"b": tensor, "a": torch.ones(2), "c": torch.ones(2)}, 7)
         else:
-            train_grpo.check_ranks_agree(
-                {"--lr": 0.1, "the step to go on from": 4 if case == "step" and rank == 1 else 5}
-            )
+            check_ranks_agree({"--lr": 0.1, "the step to go on from": 4 if case == "step" and rank == 1 else 5})
         print("fine", file=sys.stderr)
     except UserError as error:
         print(error, file=sys.stderr)
@@ -297,91 +294,6 @@ def test_ranks_that_differ_are_named(case, sentence, tmp_path):
 # --- Before anything starts, and after it ended ----------------------------------------------------------------------
 
 
-def parsed(tmp_path, *words):
-    return train_grpo.parse_args(["--model", "m", "--runs-dir", str(tmp_path), "--run-name", "run", *words])
-
-
-def test_a_run_folder_that_cannot_be_made_is_told_at_once(tmp_path):
-    (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(UserError, match=r"file on .* is not a folder one can write to"):
-        report.open_run(parsed(tmp_path / "file"))
-    with pytest.raises(UserError, match=r"rank 3 on .* cannot write to .*\(Not a directory\)"):
-        report.dump_stacks(tmp_path / "file" / "run", 3)
-
-
-def test_a_restarted_job_goes_on_whatever_it_was_started_with(tmp_path, monkeypatch):
-    """`--resume never` protects what exists; what the job itself has made is not that."""
-    (tmp_path / "run" / "checkpoint" / "step-000003").mkdir(parents=True)
-    args = parsed(tmp_path, "--resume", "never")
-    config = tmp_path / "run" / "config.json"
-    for job in (None, "4711"):
-        config.write_text(json.dumps({"flags": vars(args), "job": job}))
-        with pytest.raises(UserError):
-            report.open_run(args)
-    for name, value in (("TORCHELASTIC_RESTART_COUNT", "1"), ("TORCHELASTIC_RUN_ID", "4711")):
-        with monkeypatch.context() as patch:
-            patch.setenv(name, value)
-            assert report.open_run(args)[1] == tmp_path / "run" / "checkpoint" / "step-000003"
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # torchrun's name for a job without one
-    with pytest.raises(UserError):
-        report.open_run(args)
-
-
-def test_the_same_command_goes_on_with_a_run_that_began_at_a_path(tmp_path):
-    """README: the same command again goes on. Another start into the same folder is refused, a new run keeps its start."""
-    made = tmp_path / "run" / "checkpoint" / "step-000040"
-    made.mkdir(parents=True)
-    other = tmp_path / "other"
-    other.mkdir()
-    for name in ("state.json", "adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors"):
-        (other / name).write_text(json.dumps({"r": 16, "lora_alpha": 32}))
-    args = parsed(tmp_path, "--resume", "begun-here")
-    (tmp_path / "run" / "config.json").write_text(json.dumps({"flags": vars(args), "job": None}))
-    assert report.open_run(args) == (tmp_path / "run", made)
-    with pytest.raises(UserError, match=r"did not start from .*other"):
-        report.open_run(parsed(tmp_path, "--resume", str(other), "--lora-rank", "16", "--lora-alpha", "32"))
-
-
-def test_resume_from_a_path_wants_the_adapter_to_count_as_it_did(tmp_path, monkeypatch):
-    start = tmp_path / "step-000003"
-    start.mkdir()
-    args = parsed(tmp_path, "--resume", str(start), "--lora-alpha", "32")
-    for name in ("state.json", "adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors"):
-        with pytest.raises(UserError, match=f"no checkpoint: it has no {name}"):
-            report.open_run(args)
-        (start / name).write_text(json.dumps({"step": 3, "r": 16, "lora_alpha": 64}))
-    with pytest.raises(UserError, match="was trained with --lora-alpha 64; use that, not 32"):
-        report.open_run(args)
-    args.lora_alpha = 64
-    assert report.open_run(args) == (tmp_path / "run", start)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json").write_text(json.dumps({"flags": vars(args) | {"lr": 1.0}, "job": None}))
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    with pytest.raises(UserError, match=r"--lr 1\.0 then"):  # a restart goes on with the same flags only
-        report.open_run(args)
-
-
-def test_a_run_made_before_a_flag_existed_goes_on_without_it(tmp_path):
-    run = tmp_path / "run"
-    run.mkdir()
-    args = parsed(tmp_path)
-    older = {name: value for name, value in vars(args).items() if name != "lora_experts"}
-    (run / "config.json").write_text(json.dumps({"flags": older}))
-    assert report.open_run(args) == (run, None)
-    with pytest.raises(UserError, match="--lora-experts False then, True now"):
-        report.open_run(parsed(tmp_path, "--lora-experts"))
-
-
-def test_the_lock_waits_for_the_writer_before(tmp_path):
-    lock = f"import fcntl, time; f = open({str(tmp_path / '.lock')!r}, 'w'); fcntl.flock(f, fcntl.LOCK_EX)"
-    holder = lock + "; print(1, flush=True); time.sleep(.5)"
-    with subprocess.Popen([sys.executable, "-c", holder], stdout=subprocess.PIPE) as process:
-        process.stdout.read(1)
-        with pytest.raises(UserError, match="another process writes in"):
-            report.lock_run(tmp_path)
-        report.lock_run(tmp_path, patience=10).close()
-
-
 @pytest.mark.parametrize(
     ("error", "code", "sentence"),
     [
@@ -405,7 +317,7 @@ def test_the_lock_waits_for_the_writer_before(tmp_path):
 )
 def test_one_sentence_and_an_exit_code(error, code, sentence, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    assert report.report_failure(error, seconds_for_the_first=0) == code
+    assert report_failure(error, seconds_for_the_first=0) == code
     told = capsys.readouterr().err
     assert re.search(sentence, told)
     assert told.count("\n") == 1 or "OutOfMemory" in told  # a fault of ours comes with its stack, before the sentence
@@ -418,8 +330,9 @@ def test_a_rank_told_to_stop_while_it_fails_still_tells_where(tmp_path):
 import os, signal, sys, traceback
 from pathlib import Path
 sys.path.insert(0, {str(PROJECT)!r})
+from ranks import dump_stacks, report_failure
 import report
-report.dump_stacks(Path({str(tmp_path)!r}), 0)
+dump_stacks(Path({str(tmp_path)!r}), 0)
 format_exception = traceback.format_exception
 
 def interrupted(error):
@@ -433,7 +346,7 @@ traceback.format_exception = interrupted
 try:
     where_it_broke()
 except RuntimeError as error:
-    report.report_failure(error)
+    report_failure(error)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGTERM, done.stderr
