@@ -7,7 +7,7 @@
 #   bash launch.sh --recipe NAME --dry-run      the whole command and what plan.py expects of it; loads nothing
 #   bash launch.sh --max-restarts 3 …           after a fault torchrun starts all ranks again, from the last checkpoint
 #   bash launch.sh eval --model DIR …           eval_aime.py with those words
-#   bash launch.sh test [pytest arguments]      the tests, about 20 minutes on two cores; `test --quick`: pure functions, 90 s
+#   bash launch.sh test [pytest arguments]      the tests, 20 to 45 minutes on two cores; `test --quick`: pure functions
 #
 #   NPROC=2 bash launch.sh …                    ranks on this machine (default: one per GPU, one without a GPU)
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 [MASTER_PORT=29500] bash launch.sh …      on each machine, with its NODE_RANK
@@ -278,7 +278,7 @@ test)
     QUICK=(tests/test_{tree,metrics,attention,adapter,problems,eval_aime,reward,math_answers,plan,train_grpo,run_folder}.py)
     WORDS=(-m "not slow" "${QUICK[@]}" $(printf '%s\n' "${WORDS[@]}" | grep -vx -- --quick || true))
   else
-    echo "tests: about 20 minutes on two cores; \`bash launch.sh test --quick\` runs those of the pure functions alone, in 90 seconds"
+    echo "tests: 20 to 45 minutes on two cores; \`bash launch.sh test --quick\` runs those of the pure functions alone"
   fi
   # Two files of tests at a time, each with half of the cores: most of a test is one thread, such as the start of an engine.
   export OMP_NUM_THREADS=$((CORES > 1 ? CORES / 2 : 1))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import math_answers
 import reward as grader
 from errors import UserError
 from reward import (
@@ -33,6 +34,12 @@ from train_grpo import (
 )
 
 ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def _time_enough(monkeypatch):
+    """In this process the first proof imports sympy, which takes over a second on a slow machine; workers do it beforehand."""
+    monkeypatch.setattr(math_answers, "BUDGET_SECONDS", 30.0)
 
 
 @pytest.fixture(scope="module", autouse=True)
