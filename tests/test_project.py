@@ -66,15 +66,11 @@ def test_nothing_but_python_starts_in_a_second():
     subprocess.run([sys.executable, "-c", code], cwd=PROJECT, check=True)
 
 
-@pytest.mark.parametrize(
-    "name", ["math_answers", "reward", "tree", "attention", "model_nvfp4", "problems", "run_folder"]
-)
+@pytest.mark.parametrize("name", ["math_answers", "reward", "tree", "attention", "model_nvfp4"])
 def test_examples_in_docstrings_are_true(name):
-    is_correct(
-        r"\sqrt{(x-1000)^2}", "1000-x"
-    )  # a proof imports sympy, which may take its whole budget on a busy machine
-    module = importlib.import_module(name)
-    results = doctest.testmod(module)
+    importlib.import_module("sympy")  # or the first proof imports it, which may take its whole budget
+    is_correct(r"\sqrt{(x-1000)^2}", "1000-x")
+    results = doctest.testmod(importlib.import_module(name))
     assert results.failed == 0
     assert results.attempted > 0, f"{name}.py has no example"
 
