@@ -8,6 +8,8 @@ Every script ends on a `UserError` with its sentence on stderr. Faults of the pr
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -29,3 +31,12 @@ def read_json(folder: Path, name: str) -> dict:
         raise UserError(f"{file} cannot be read as JSON ({error}); is the copy complete?") from error
     require(isinstance(content, dict), f"{file} holds no JSON object; is the copy complete?")
     return content
+
+
+def end_in_a_sentence(main: Callable[[], None]) -> None:
+    """Run a script of one process: a user's mistake ends it with its sentence on stderr and exit code 2."""
+    try:
+        main()
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)

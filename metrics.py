@@ -95,3 +95,4 @@ def step_metrics(
         **({"experts_alike": t["experts_alike"] / t["experts_known"]} if t["experts_known"] else {}),
         "grad_norm": float(np.mean(norms)), "skipped": sum(not math.isfinite(norm) for norm in norms),
     }
+    # fmt: on

@@ -30,7 +30,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from errors import UserError, require
+from errors import UserError, end_in_a_sentence, require
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Assumptions: what neither the config nor the command line says. All are printed with the plan; none was measured here.
@@ -893,8 +893,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    end_in_a_sentence(main)

@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 from checkpoint import BLOCK, Weight, check_checkpoint, fused_families, is_ignored, read_checkpoint, read_headers
-from errors import UserError, read_json, require
+from errors import UserError, end_in_a_sentence, read_json, require
 from model_nvfp4 import Rows, account, decoder_linears, empty_model, expert_parameters, place_weights, read_config
 
 # 2688 / 672: where activations are 4 bit, a block scale is exact (not subnormal) for block maxima from .02 up to 672.
@@ -329,8 +329,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    end_in_a_sentence(main)

@@ -575,6 +575,7 @@ def check_flags(args: argparse.Namespace, world: int) -> None:
     ]:
         if wrong:
             raise UserError(sentence)
+    # fmt: on
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -668,9 +669,7 @@ def build(args: argparse.Namespace, folder: run_folder.RunFolder, task: Task, ow
     if rank == 0:
         print(f"engine: {rollout.kernels(engine)}")
         if policy.sample_a_row:
-            print(
-                "layers of this model carry a state along the row: each sample gets a padded row, and no prompt is shared"
-            )
+            print("layers of this model carry a state along the row: a padded row a sample, and no prompt is shared")
     optimizer = build_optimizer(policy, args.lr)
     moments: dict[str, torch.Tensor] = {}
     if folder.checkpoint:
@@ -678,9 +677,8 @@ def build(args: argparse.Namespace, folder: run_folder.RunFolder, task: Task, ow
         moments = load_file(folder.checkpoint / "optimizer.safetensors")
         run_folder.load_optimizer_tensors(policy, optimizer, moments)
     adapter = average = lora_state_dict(policy)
-    if (
-        folder.checkpoint and args.average > 1
-    ):  # clones: the file, which the next checkpoint replaces, would stay mapped
+    if folder.checkpoint and args.average > 1:
+        # Clones: the file, which the next checkpoint replaces, would stay mapped.
         average = {name: moments.get(f"average|{name}", tensor).clone() for name, tensor in adapter.items()}
     if rank == 0:
         run_folder.open_logs(folder, vars(args), rollout.versions(), world)
