@@ -391,6 +391,7 @@ def measure(folder, tokens, rank, checkpointing):
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["keep", "recompute"])
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
 def test_memory_of_a_real_step(tmp_path, model_type, checkpointing):
@@ -424,6 +425,7 @@ def test_memory_of_a_real_step(tmp_path, model_type, checkpointing):
     assert peak == pytest.approx(measured["peak"], rel=0.06)  # tight enough to see a checkpoint of half the size
 
 
+@pytest.mark.slow
 def test_memory_of_the_trainers_logits(monkeypatch):
     """Forty-seven chunks of a head with 32,000 words, forward and backward."""
     torch = pytest.importorskip("torch")
@@ -620,7 +622,7 @@ def test_refusals_say_why(flags, sentence):
 
 def command(*arguments):
     """Isolated and without site-packages: it must run before anything is installed."""
-    line = [sys.executable, "-I", "-S", str(ROOT / "plan.py"), *map(str, arguments)]
+    line = [sys.executable, "-E", "-s", "-S", str(ROOT / "plan.py"), *map(str, arguments)]
     return subprocess.run(line, capture_output=True, text=True, env={"PATH": os.environ["PATH"], "PYTHONUTF8": "1"})
 
 
