@@ -313,6 +313,7 @@ def learning_rate(peak: float, step: int, steps: int, warmup: int, schedule: str
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> float:
+    """The same rate for all layers; returns it, for the log."""
     for group in optimizer.param_groups:
         group["lr"] = lr
     return lr
@@ -446,7 +447,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--prompt-key", default="problem", help="field of a row with the question")
     add("--answer-key", default="answer", help="field of a row with the reference answer")
     add("--tokens-key", help="field of a row with its own limit below --completion-tokens: no long tails for easy problems")
-    add("--prompt-template", default="{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}.",
+    add("--prompt-template", default=problems.TEMPLATE,
         help="the user message; {problem} is replaced")
     add("--heldout", type=int, default=64, help="problems kept from training for evaluation; 0 for none")
     add("--heldout-samples", type=int, default=8, help="samples per held-out problem; more is surer and slower")
@@ -791,6 +792,7 @@ def save(run: Run, step: int) -> None:
 
 
 def adapter_config(args: argparse.Namespace) -> dict[str, Any]:
+    """What `save_adapter` writes beside the tensors."""
     return {"lora_rank": args.lora_rank, "lora_alpha": args.lora_alpha, "base_model": args.model}
 
 
@@ -850,8 +852,10 @@ def main() -> None:
                 max_tokens=args.max_tokens, sample_a_row=policy.sample_a_row, keep_all=args.kl_coef > 0,
                 completion_tokens=args.completion_tokens, device=device,
             )  # fmt: skip  # an optimizer step each
-            flat = [batch for minibatch in minibatches for batch in minibatch.batches]
-            annotate(policy, flat, args.temperature, args.old_logprobs, args.correction, reference=args.kl_coef > 0)
+            all_batches = [batch for minibatch in minibatches for batch in minibatch.batches]
+            annotate(
+                policy, all_batches, args.temperature, args.old_logprobs, args.correction, reference=args.kl_coef > 0
+            )
             lr = set_learning_rate(optimizer, learning_rate(args.lr, step, args.steps, args.warmup, args.schedule))
             stats, norms = [], []
             for minibatch in minibatches:
